@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// Dot products of a few rows with keys where they lie: decode reads each key once and packs nothing.
+#pragma once
+
+#include "gemm.h"
+
+namespace linbias::LINBIAS_VARIANT {
+
+// scores[r * score_row + j] = <query row r, key j> for R rows and J keys, held in R * J sums.
+template <class C, int R, int J>
+LINBIAS_INLINE void direct_block(const C* query, int64_t query_row, const C* keys, int64_t key_row, int64_t D,
+                                 C* scores, int64_t score_row) {
+  constexpr int L = kLanes<C>;
+  Vec<C> acc[R][J];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < J; ++j) acc[r][j] = Vec<C>{};
+  int64_t d = 0;
+  for (; d + L <= D; d += L) {
+    Vec<C> key[J];
+#pragma GCC unroll 8
+    for (int j = 0; j < J; ++j) key[j] = load<C>(keys + j * key_row + d);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Vec<C> q = load<C>(query + r * query_row + d);
+#pragma GCC unroll 8
+      for (int j = 0; j < J; ++j) acc[r][j] += q * key[j];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < J; ++j) {
+      C sum = sum_lanes<C>(acc[r][j]);
+      for (int64_t rest = d; rest < D; ++rest) sum += query[r * query_row + rest] * keys[j * key_row + rest];
+      scores[r * score_row + j] = sum;
+    }
+}
+
+template <class C, int R>
+inline void direct_rows(const C* query, int64_t query_row, const C* keys, int64_t key_row, int count, int64_t D,
+                        C* scores, int64_t score_row) {
+  // Enough sums at once to hide the latency of the products.
+  constexpr int J = R == 1 ? 8 : R == 2 ? 4 : 2;
+  int j = 0;
+  for (; j + J <= count; j += J)
+    direct_block<C, R, J>(query, query_row, keys + j * key_row, key_row, D, scores + j, score_row);
+  for (; j < count; ++j)
+    direct_block<C, R, 1>(query, query_row, keys + j * key_row, key_row, D, scores + j, score_row);
+}
+
+// The same for 1 <= rows <= kStrip and any count of keys.
+template <class C>
+inline void direct_dots(const C* query, int64_t query_row, int rows, const C* keys, int64_t key_row, int count,
+                        int64_t D, C* scores, int64_t score_row) {
+  switch (rows) {
+    case 1: return direct_rows<C, 1>(query, query_row, keys, key_row, count, D, scores, score_row);
+    case 2: return direct_rows<C, 2>(query, query_row, keys, key_row, count, D, scores, score_row);
+    case 3: return direct_rows<C, 3>(query, query_row, keys, key_row, count, D, scores, score_row);
+    case 4: return direct_rows<C, 4>(query, query_row, keys, key_row, count, D, scores, score_row);
+    case 5: return direct_rows<C, 5>(query, query_row, keys, key_row, count, D, scores, score_row);
+    default: return direct_rows<C, kStrip>(query, query_row, keys, key_row, count, D, scores, score_row);
+  }
+}
+
+}  // namespace linbias::LINBIAS_VARIANT

@@ -1,0 +1,501 @@
+// SPDX-License-Identifier: Apache-2.0
+// Forward: one worker takes row tiles one by one, visits key tiles nearest first, skips what the ledger proves.
+#pragma once
+
+#include "direct.h"
+#include "frontier.h"
+#include "ledger.h"
+#include "philox.h"
+
+namespace linbias::LINBIAS_VARIANT {
+
+// What all workers of a call read.
+template <class X, class C>
+struct Shared {
+  const Call& call;
+  Tiling tiling;
+  KeyTree<C> tree;
+  Bounds<C> bounds;
+  Dropout dropout;
+  int64_t value_width;  // V rounded up to panels
+
+  explicit Shared(const Call& c)
+      : call(c), tiling(c), dropout(c), value_width(round_up(c.V, kPanel<C>)) {}
+  int64_t units() const { return call.B * call.G * tiling.tiles_per_unit; }
+};
+
+// What one account of a row tile came to.
+template <class C>
+struct Partial {
+  C top[kRows], weight[kRows], spent[kRows];
+  int64_t computed[kStrips];
+  uint32_t started = 0;
+  Buffer<C> out;
+};
+
+template <class X, class C>
+class ForwardWorker {
+ public:
+  // Row tiles this small read keys where they lie: a product of few rows does not repay packing.
+  static constexpr int kDirectRows = 12;
+
+  void reset(const Shared<X, C>& shared, const ForwardResult& result, int64_t slots, bool direct) {
+    shared_ = &shared, call_ = &shared.call, result_ = result;
+    const int64_t rows = direct ? round_up(kDirectRows, kStrip) : kRows;
+    query_.reset(rows * call_->D, true);
+    scores_.reset(rows * kTile, true);
+    out_.reset(rows * shared.value_width, true);
+    spare_.reset(kTile * shared.value_width);
+    direct_ = direct;
+    const bool keys_in_place = sizeof(X) == sizeof(C) && call_->key.stride[3] == 1;
+    spare_keys_.reset(direct && !keys_in_place ? kTile * call_->D : 0);
+    frontier_.reserve(shared.tree.nodes() + kFan);
+    survivors_.reset(shared.tree.count(0));
+    cache_.reset(*call_, slots, !direct);
+  }
+
+  // All of row tile `unit`: its rows of out, lse and skipped.
+  void run(int64_t unit) {
+    begin(unit);
+    plan();
+    pursue();
+    finish();
+  }
+
+  // The same in three steps, where there are fewer row tiles than threads: the nearest tiles and the plan; parts of what
+  // is left, each with an account of its own; their sum. Every account keeps its promise, so the sum does.
+  void run_plan(int64_t unit, Partial<C>& partial, Node<C>* survivors, int64_t* count) {
+    begin(unit);
+    plan();
+    for (int64_t i = 0; i < survived_; ++i) survivors[i] = survivors_[i];
+    *count = survived_;
+    save(partial);
+  }
+  void run_part(int64_t unit, Partial<C>& partial, const Node<C>* survivors, int64_t count, int64_t part,
+                int64_t parts) {
+    begin(unit);
+    survived_ = 0;
+    for (int64_t i = part; i < count; i += parts) survivors_[survived_++] = survivors[i];
+    pursue();
+    save(partial);
+  }
+  void run_merge(int64_t unit, const Partial<C>* partials, int64_t count) {
+    begin(unit);
+    for (int row = 0; row < rows_.rows; ++row) merge_row(row, partials, count);
+    for (int64_t p = 0; p < count; ++p)
+      for (int s = 0; s < rows_.strips; ++s) computed_[s] += partials[p].computed[s];
+    started_ = (uint32_t(1) << rows_.strips) - 1;
+    finish();
+  }
+
+ private:
+  const KeySpan& span_of(int level, int64_t index) const { return shared_->tree.span(rows_.b, level, index); }
+
+  void begin(int64_t unit) {
+    const int64_t per = shared_->tiling.tiles_per_unit;
+    const int64_t b = unit / per / call_->G, g = unit / per % call_->G;
+    rows_.fill(*call_, shared_->tiling, b, g, unit % per);
+    cache_.bind(*call_, b, g);
+    ledger_.clear(rows_);
+    started_ = 0;
+    spare_tile_ = -1;
+    for (int s = 0; s < rows_.strips; ++s) computed_[s] = 0;
+    read_query();
+    ledger_.arm(*call_, rows_, shared_->tree, shared_->bounds, norms_);
+  }
+
+  // Query rows times scale; times 1 / softcap where a cap follows.
+  void read_query() {
+    const Array<X> query = call_->query.template as<X>();
+    const C factor = C(call_->has_softcap ? call_->scale / call_->softcap : call_->scale);
+    const int64_t D = call_->D;
+    const bool judged = shared_->bounds.active() && shared_->bounds.norms();
+    for (int r = 0; r < rows_.rows; ++r) {
+      const X* row = query.at(rows_.b, rows_.head[r], rows_.query[r]);
+      C* packed = query_.data() + r * D;
+      if (judged) norms_[r] = norm_bound<X, C>(row, query.stride[3], D);
+      widen_row<X, C>(row, query.stride[3], D, packed);
+      for (int64_t d = 0; d < D; ++d) packed[d] *= factor;
+    }
+  }
+
+  void expand(Frontier<C>& frontier, int level, int64_t first, int64_t last, uint32_t mask) {
+    for (int64_t i = first; i < last; ++i) {
+      if (sight(*call_, rows_.span, span_of(level, i)) == Sight::none) continue;
+      frontier.push({node_distance(*call_, rows_, shared_->tree, level, i), level, mask, i});
+    }
+  }
+
+  void expand_node(Frontier<C>& frontier, const Node<C>& node, uint32_t mask) {
+    const int64_t first = node.index * kFan;
+    expand(frontier, node.level - 1, first, lesser(first + kFan, shared_->tree.count(node.level - 1)), mask);
+  }
+
+  // Visits the nearest tiles, whose weight pays for the rest; then charges that rest farthest first. What cannot be
+  // charged is left in survivors_, farthest first.
+  void plan() {
+    const KeyTree<C>& tree = shared_->tree;
+    const uint32_t everyone = (uint32_t(1) << rows_.strips) - 1;
+    survived_ = 0;
+    frontier_.clear(true);
+    const int top = tree.levels() - 1;
+    expand(frontier_, top, 0, tree.count(top), everyone);
+    int beyond = 0;
+    while (ledger_.judging && !frontier_.empty() && (frontier_.peek().distance <= 0 || beyond < 1)) {
+      const Node<C> node = frontier_.pop();
+      if (node.level > 0) {
+        expand_node(frontier_, node, node.mask);
+        continue;
+      }
+      beyond += node.distance > 0;
+      visit(node.index, node.mask);
+    }
+    frontier_.reverse();
+    while (!frontier_.empty()) {
+      Node<C> node = frontier_.pop();
+      node.mask &= ~judge(node);
+      if (node.mask == 0) continue;
+      if (node.level > 0)
+        expand_node(frontier_, node, node.mask);
+      else
+        survivors_[survived_++] = node;
+    }
+  }
+
+  uint32_t judge(const Node<C>& node) {
+    if (!ledger_.judging) return 0;
+    const C rho = shared_->bounds.rho(rows_.b, rows_.g, shared_->tree.node(node.level, node.index));
+    return ledger_.judge(rows_, shared_->bounds, span_of(node.level, node.index), node.level, rho, node.distance,
+                         node.mask);
+  }
+
+  // Visits the survivors nearest first. Each visit adds weight, which may pay for the farthest of them.
+  void pursue() {
+    int64_t far = 0;
+    for (int64_t near = survived_ - 1; near >= far; --near) {
+      for (; far < near; ++far) {
+        survivors_[far].mask &= ~judge(survivors_[far]);
+        if (survivors_[far].mask != 0) break;
+      }
+      Node<C>& node = survivors_[near];
+      node.mask &= ~judge(node);
+      if (node.mask != 0) visit(node.index, node.mask);
+    }
+  }
+
+  // --- one key tile ---
+
+  void visit(int64_t tile, uint32_t mask) {
+    const KeySpan& span = span_of(0, tile);
+    const Sight whole = sight(*call_, rows_.span, span);
+    keys_.begin(*call_, rows_, span, tile);
+    everywhere_ = false;
+    std::memset(touched_, 0, sizeof touched_);
+    uint32_t active = 0;
+    for (int s = 0; s < rows_.strips; ++s)
+      if (mask >> s & 1 && score_strip(tile, s, whole)) active |= uint32_t(1) << s;
+    if (active) accumulate(tile, active);
+  }
+
+  // Scores, weights and sums of one strip; false if it contributes nothing to out.
+  bool score_strip(int64_t tile, int s, Sight whole) {
+    const Sight seen = whole == Sight::all ? whole : sight(*call_, rows_.strip[s], *keys_.span);
+    if (seen == Sight::none) return false;
+    const Sight mask = call_->attn_mask ? mask_sight(s) : Sight::all;
+    if (mask == Sight::none) return false;
+    Range range{0, keys_.count};
+    if (seen == Sight::some) range = visible_range(*call_, rows_.strip[s], *keys_.span, keys_.count);
+    if (range.first >= range.last) return false;
+    range_[s] = range;
+    cache_.prefetch_values(tile, s * kTile / kStrips, kTile / kStrips);
+    const int first = range.first / kPanel<C>, last = int(ceil_div(range.last, kPanel<C>));
+    dot_products(tile, s, first, last);
+    computed_[s] += lesser(keys_.count, last * kPanel<C>) - first * kPanel<C>;
+    const bool masked = mask == Sight::some;
+    switch (form_of(rows_, keys_, seen, masked)) {
+      case Form::bare: return soften<Form::bare>(s, first, last, seen, masked);
+      case Form::biased: return soften<Form::biased>(s, first, last, seen, masked);
+      default: return soften<Form::examined>(s, first, last, seen, masked);
+    }
+  }
+
+  // What attn_mask alone says about a strip and the tile.
+  Sight mask_sight(int s) const {
+    const Array<uint8_t>& mask = call_->attn_mask;
+    bool none = true, all = true;
+    for (int r = s * kStrip; r < s * kStrip + rows_.strip_rows(s); ++r) {
+      const uint8_t* row = mask.at(rows_.b, rows_.head[r], rows_.query[r], keys_.first);
+      const int64_t step = mask.stride[3];
+      int count = 0;
+      for (int j = 0; j < keys_.count; ++j) count += row[j * step] != 0;
+      none = none && count == 0, all = all && count == keys_.count;
+    }
+    return none ? Sight::none : all ? Sight::all : Sight::some;
+  }
+
+  void dot_products(int64_t tile, int s, int first, int last) {
+    constexpr int W = kPanel<C>;
+    const int64_t D = call_->D;
+    const C* query = query_.data() + s * kStrip * D;
+    C* scores = scores_.data() + s * kStrip * kTile + first * W;
+    if (direct_) return direct_products(tile, query, rows_.strip_rows(s), first * W, last * W, scores);
+    const C* keys = cache_.keys(tile) + first * D * W;
+    gemm<C, Into::zero>({query, D, 1}, {keys, W, D * W}, {scores, kTile, W}, D, rows_.strip_rows(s), last - first);
+  }
+
+  void direct_products(int64_t tile, const C* query, int rows, int begin, int end, C* scores) {
+    const Rows<X>& all = cache_.key_rows();
+    const int64_t D = call_->D;
+    const int count = lesser(end, keys_.count) - begin;
+    if (spare_keys_.size() == 0 && sizeof(X) == sizeof(C)) {
+      const C* keys = reinterpret_cast<const C*>(all.at(tile * kTile + begin));
+      direct_dots<C>(query, D, rows, keys, all.row, count, D, scores, kTile);
+    } else {
+      if (spare_tile_ != tile) pack_rows<X, C>(all, tile * kTile, keys_.count, D, D, spare_keys_.data());
+      spare_tile_ = tile;
+      direct_dots<C>(query, D, rows, spare_keys_.data() + begin * D, D, count, D, scores, kTile);
+    }
+    // Columns beyond the last key are hidden later, whatever they hold; they must hold something.
+    for (int r = 0; r < rows; ++r)
+      for (int j = count; j < end - begin; ++j) scores[r * kTile + j] = 0;
+  }
+
+  // From dot products to weights: cap, bias and visibility; the second look; the running softmax.
+  template <Form F>
+  bool soften(int s, int first, int last, Sight seen, bool masked) {
+    constexpr int W = kPanel<C>, L = kLanes<C>;
+    const int strip_rows = rows_.strip_rows(s), begin = first * W, end = last * W;
+    C* scores = scores_.data() + s * kStrip * kTile;
+    C peak[kStrip];
+    Filled filled{false, false};
+    if constexpr (F == Form::examined) {
+      keys_.prepare(*call_, rows_.b);
+      filled = fill_pairs(*call_, rows_, keys_, s, seen, masked, pairs_);
+    }
+    const Examiner<C> examine(*call_, rows_, keys_, pairs_, filled);
+    const bool capped = call_->has_softcap;
+    const C cap = C(call_->softcap);
+    for (int r = 0; r < strip_rows; ++r) {
+      const int row = s * kStrip + r;
+      C* line = scores + r * kTile;
+      Vec<C> best = splat<C>(-kInf<C>);
+      const Vec<C> position = splat<C>(rows_.relative[row]), slope = splat<C>(rows_.past[row]);
+      for (int j = begin; j < end; j += L) {
+        Vec<C> x = load<C>(line + j);
+        if (capped) x = tanh_lanes<C>(x) * cap;
+        if constexpr (F == Form::biased) x -= slope * absolute<C>(position - load<C>(keys_.relative + j));
+        if constexpr (F == Form::examined) {
+          Mask<C> visible;
+          x = examine(x, r, row, j, visible);
+          visible |= load_mask<C>(touched_ + j);
+          std::memcpy(touched_ + j, &visible, sizeof visible);
+        }
+        store<C>(line + j, x);
+        best = max_keep<C>(x, best);
+      }
+      peak[r] = max_lanes<C>(best);
+    }
+    if (F != Form::examined) everywhere_ = true;
+    if (second_look(s, begin, end, peak)) return false;
+    weigh(s, begin, end, peak);
+    return true;
+  }
+
+  // Whether the scores just computed prove that the strip may leave these keys out.
+  bool second_look(int s, int begin, int end, const C* peak) {
+    C total[kStrip];
+    const int strip_rows = rows_.strip_rows(s);
+    if (!ledger_.judging || !ledger_.fits_computed(shared_->bounds, s, strip_rows, peak, end - begin, total))
+      return false;
+    // A peak is the largest number and does not see NaN, which must reach the output.
+    const C* scores = scores_.data() + s * kStrip * kTile;
+    Mask<C> nan = {};
+    for (int r = 0; r < strip_rows; ++r)
+      for (int j = begin; j < end; j += kLanes<C>) {
+        const Vec<C> x = load<C>(scores + r * kTile + j);
+        nan |= x != x;
+      }
+    for (int lane = 0; lane < kLanes<C>; ++lane)
+      if (nan[lane]) return false;
+    ledger_.charge_strip(s, strip_rows, total);
+    return true;
+  }
+
+  void weigh(int s, int begin, int end, const C* peak) {
+    constexpr int L = kLanes<C>;
+    const int strip_rows = rows_.strip_rows(s);
+    C* scores = scores_.data() + s * kStrip * kTile;
+    C base[kStrip];
+    rescale_strip(s, peak, base);
+    for (int r = 0; r < strip_rows; ++r) {
+      C* line = scores + r * kTile;
+      Vec<C> sum = {};
+      const Vec<C> shift = splat<C>(base[r]);
+      for (int j = begin; j < end; j += L) {
+        const Vec<C> w = exp_nonpositive<C>(load<C>(line + j) - shift);
+        sum += w;
+        store<C>(line + j, w);
+      }
+      ledger_.weight[r * kStrips + s] += sum_lanes<C>(sum);
+    }
+    if (shared_->dropout.active()) drop(s, begin, end);
+  }
+
+  // Raises the tops of a strip to its peaks and rescales what was summed before. base: what scores are relative to.
+  void rescale_strip(int s, const C* peak, C* base) {
+    constexpr int width = kLanes<C> > 8 ? kLanes<C> : 8;
+    C shrink[width] = {};
+    bool same = true;
+    for (int r = 0; r < rows_.strip_rows(s); ++r) {
+      const C old = ledger_.top[r * kStrips + s], top = peak[r] > old ? peak[r] : old;
+      base[r] = top == -kInf<C> ? C(0) : top;
+      shrink[r] = old - base[r];
+      ledger_.top[r * kStrips + s] = top;
+      same = same && old == top;
+    }
+    C* scale = scale_ + s * kStrip;
+    rescaled_[s] = !same;
+    if (same) return;
+    for (int v = 0; v < width; v += kLanes<C>) store<C>(shrink + v, exp_nonpositive<C>(load<C>(shrink + v)));
+    for (int r = 0; r < rows_.strip_rows(s); ++r) {
+      scale[r] = shrink[r];
+      ledger_.weight[r * kStrips + s] *= shrink[r];
+      ledger_.spent[r * kStrips + s] *= shrink[r];
+    }
+  }
+
+  void drop(int s, int begin, int end) {
+    alignas(64) C keep[kTile];
+    for (int r = 0; r < rows_.strip_rows(s); ++r) {
+      const int row = s * kStrip + r;
+      shared_->dropout.template row<C>(rows_.b, rows_.head[row], rows_.query[row], keys_.first, keep);
+      C* line = scores_.data() + row * kTile;
+      // A dropped weight is 0 even where it is NaN: the pair does not exist for the output.
+      for (int j = begin; j < end; ++j) line[j] = keep[j] != 0 ? line[j] : C(0);
+    }
+  }
+
+  // out += weights * values, for the strips in `active`.
+  void accumulate(int64_t tile, uint32_t active) {
+    constexpr int W = kPanel<C>;
+    const int64_t width = shared_->value_width;
+    int64_t value_row = width;
+    const C* values = cache_.values(tile, &value_row);
+    if (!everywhere_ && hides_keys(active)) values = without_hidden(values, &value_row);
+    for (int s = 0; s < rows_.strips; ++s) {
+      if (!(active >> s & 1)) continue;
+      const Range range = range_[s];
+      const Left<C> a{scores_.data() + s * kStrip * kTile + range.first, kTile, 1};
+      const Right<C> b{values + range.first * value_row, value_row, W};
+      const Target<C> c{out_.data() + s * kStrip * width, width, W, scale_ + s * kStrip};
+      const int n = range.last - range.first, strip_rows = rows_.strip_rows(s), panels = int(width / W);
+      if (!(started_ >> s & 1))
+        gemm<C, Into::zero>(a, b, c, n, strip_rows, panels);
+      else if (rescaled_[s])
+        gemm<C, Into::scaled>(a, b, c, n, strip_rows, panels);
+      else
+        gemm<C, Into::add>(a, b, c, n, strip_rows, panels);
+      started_ |= uint32_t(1) << s;
+    }
+  }
+
+  // Whether some key in reach of the active strips is visible to none of their rows.
+  bool hides_keys(uint32_t active) const {
+    for (int s = 0; s < rows_.strips; ++s)
+      if (active >> s & 1)
+        for (int j = range_[s].first; j < range_[s].last; ++j)
+          if (touched_[j] == 0) return true;
+    return false;
+  }
+
+  // The tile's values with zeros for keys that no row sees: 0 * NaN would leak what does not exist.
+  const C* without_hidden(const C* values, int64_t* value_row) {
+    const int64_t width = shared_->value_width;
+    for (int j = 0; j < keys_.count; ++j) {
+      C* row = spare_.data() + j * width;
+      if (touched_[j] != 0)
+        std::memcpy(row, values + j * *value_row, static_cast<std::size_t>(width) * sizeof(C));
+      else
+        std::memset(row, 0, static_cast<std::size_t>(width) * sizeof(C));
+    }
+    *value_row = width;
+    return spare_.data();
+  }
+
+  // --- results ---
+
+  void save(Partial<C>& partial) {
+    const int64_t width = shared_->value_width;
+    if (partial.out.size() == 0) partial.out.reset(out_.size());
+    for (int row = 0; row < rows_.rows; ++row) {
+      const int i = Ledger<C>::at(row);
+      partial.top[row] = ledger_.top[i], partial.weight[row] = ledger_.weight[i], partial.spent[row] = ledger_.spent[i];
+    }
+    for (int s = 0; s < rows_.strips; ++s) partial.computed[s] = computed_[s];
+    partial.started = started_;
+    std::memcpy(partial.out.data(), out_.data(), static_cast<std::size_t>(rows_.rows * width) * sizeof(C));
+  }
+
+  void merge_row(int row, const Partial<C>* partials, int64_t count) {
+    const int64_t width = shared_->value_width;
+    C top = -kInf<C>, weight = 0, spent = 0;
+    C* out = out_.data() + row * width;
+    for (int64_t p = 0; p < count; ++p) top = greater(top, partials[p].top[row]);
+    for (int64_t d = 0; d < width; ++d) out[d] = 0;
+    for (int64_t p = 0; p < count; ++p) {
+      const Partial<C>& part = partials[p];
+      if (part.top[row] == -kInf<C>) continue;
+      const C factor = std::exp(part.top[row] - top);
+      weight += part.weight[row] * factor, spent += part.spent[row] * factor;
+      if (!(part.started >> (row / kStrip) & 1)) continue;
+      const C* sum = part.out.data() + row * width;
+      for (int64_t d = 0; d < width; ++d) out[d] += sum[d] * factor;
+    }
+    const int i = Ledger<C>::at(row);
+    ledger_.top[i] = top, ledger_.weight[i] = weight, ledger_.spent[i] = spent;
+  }
+
+  void finish() {
+    const int64_t T = call_->T, H = call_->H, V = call_->V, width = shared_->value_width;
+    for (int row = 0; row < rows_.rows; ++row) {
+      const int i = Ledger<C>::at(row);
+      const C weight = ledger_.weight[i];
+      const bool blind = weight == 0;
+      const int64_t index = (rows_.b * H + rows_.head[row]) * T + rows_.query[row];
+      const bool empty = blind || !(started_ >> (row / kStrip) & 1);
+      const C factor = empty ? C(0) : C(shared_->dropout.scale()) / weight;
+      X* out = static_cast<X*>(result_.out) + index * V;
+      const C* sum = out_.data() + row * width;
+      for (int64_t d = 0; d < V; ++d) narrow(empty ? C(0) : sum[d] * factor, out + d);
+      static_cast<C*>(result_.lse)[index] =
+          blind ? -kInf<C> : C(double(ledger_.top[i]) + std::log(double(weight)));
+      static_cast<C*>(result_.skipped)[index] = blind ? C(0) : ledger_.spent[i] / weight;
+      __atomic_fetch_add(result_.computed + rows_.b * H + rows_.head[row], computed_[row / kStrip], __ATOMIC_RELAXED);
+    }
+  }
+
+  const Shared<X, C>* shared_ = nullptr;
+  const Call* call_ = nullptr;
+  ForwardResult result_;
+  RowTile<C> rows_;
+  KeyTile<C> keys_;
+  Ledger<C> ledger_;
+  PairScratch<C> pairs_;
+  TileCache<X, C> cache_;
+  Frontier<C> frontier_;
+  Buffer<Node<C>> survivors_;
+  int64_t survived_ = 0, spare_tile_ = -1;
+  bool direct_ = false;
+  Buffer<C> query_, scores_, out_, spare_, spare_keys_;
+  C norms_[kRows];
+  C scale_[kRows] = {};
+  bool rescaled_[kStrips];
+  Range range_[kStrips];
+  int64_t computed_[kStrips];
+  uint32_t started_ = 0;  // strips whose rows of out_ hold something
+  // Keys of the current tile that some row of an examined strip sees; everywhere_: some strip sees them all.
+  alignas(64) typename Simd<C>::Int touched_[kTile];
+  bool everywhere_ = false;
+};
+
+}  // namespace linbias::LINBIAS_VARIANT

@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+// The proof that a key tile cannot matter, and the account of what was skipped on its strength.
+//
+// For row i and a node of n keys at nearest distance d on a side with slope m >= 0 the weight of the node is at most
+//     exp(min(|scale| |q_i| rho, softcap) - m d) * gamma,    rho the largest key norm of the node,
+//     gamma = (1 - e^(-m n)) / (1 - e^(-m)) where the node's distances are distinct integers, else n.
+// A strip skips a node only if, for each of its rows, what it has skipped so far plus this bound stays within
+// tolerance times the weight of the keys it has visited. That weight only grows, so the promise holds in any order.
+#pragma once
+
+#include "pack.h"
+#include "rows.h"
+
+namespace linbias::LINBIAS_VARIANT {
+
+// log gamma for every head, level and side, and the norms of every node: shared by all tiles of a call.
+template <class C>
+class Bounds {
+ public:
+  bool active() const { return active_; }
+  bool norms() const { return norms_.size() > 0; }
+  C rho(int64_t b, int64_t g, int64_t node) const { return norms_[(b * G_ + g) * nodes_ + node]; }
+  // Of head h of item b; side 0: past, 1: future.
+  C log_gamma(int64_t b, int64_t h, int level, int side) const {
+    return gamma_[(((items_ == 1 ? 0 : b) * H_ + h) * levels_ + level) * 2 + side];
+  }
+  // log of the keys of a node of this level.
+  C log_count(int level) const { return log_count_[level]; }
+  // Turns |q| rho into a bound of |score|, its own rounding included.
+  C norm_scale() const { return norm_scale_; }
+  C softcap() const { return softcap_; }
+  C tolerance() const { return tolerance_; }
+
+  // Everything but the norms.
+  void begin(const Call& call, const KeyTree<C>& tree) {
+    active_ = call.tolerance > 0 && call.S > 0;
+    if (!active_) return;
+    G_ = call.G, H_ = call.H, nodes_ = tree.nodes(), levels_ = tree.levels();
+    constexpr double eps = sizeof(C) == 4 ? 1.2e-7 : 2.3e-16;
+    norm_scale_ = C(std::fabs(call.scale) * (1 + (2 * double(call.D) + 16) * eps));
+    softcap_ = call.has_softcap ? C(std::fabs(call.softcap) * (1 + 16 * eps)) : kInf<C>;
+    // A little less than asked: the weights that bounds are compared with carry rounding of their own.
+    tolerance_ = C(call.tolerance * (1 - 1e-5));
+    fill_gamma(call);
+  }
+
+  // Norms of the tiles of one (b, g), then of the nodes above.
+  template <class X>
+  void fill_tiles(const Call& call, int64_t b, int64_t g, int64_t first, int64_t last) {
+    const Rows<X> keys = rows_of(call.key.as<X>(), b, g);
+    C* norms = norms_.data() + (b * G_ + g) * nodes_;
+    for (int64_t t = first; t < last; ++t) {
+      C rho = 0;
+      const int64_t end = lesser<int64_t>(call.S, (t + 1) * kTile);
+      for (int64_t j = t * kTile; j < end; ++j) {
+        if (call.key_mask && !*call.key_mask.at(b, j)) continue;
+        rho = larger_or_nan(rho, norm_bound<X, C>(keys.at(j), keys.step, call.D));
+      }
+      norms[t] = rho;
+    }
+  }
+
+  // Norms of the tiles from those that the caller keeps per block of `bounds_block` keys.
+  void take_tiles(const Call& call, int64_t b, int64_t g) {
+    const Array<C> given = call.bound_norms.as<C>();
+    C* norms = norms_.data() + (b * G_ + g) * nodes_;
+    for (int64_t t = 0; t * kTile < call.S; ++t) {
+      const int64_t first = t * kTile / call.bounds_block;
+      const int64_t last = (lesser<int64_t>(call.S, (t + 1) * kTile) - 1) / call.bounds_block;
+      C rho = *given.at(b, g, first);
+      for (int64_t k = first + 1; k <= last; ++k) rho = larger_or_nan(rho, *given.at(b, g, k));
+      norms[t] = rho;
+    }
+  }
+
+  void join_levels(const KeyTree<C>& tree, int64_t b, int64_t g) {
+    C* norms = norms_.data() + (b * G_ + g) * nodes_;
+    for (int level = 1; level < levels_; ++level)
+      for (int64_t i = 0; i < tree.count(level); ++i) {
+        const int64_t first = i * kFan, last = lesser(first + kFan, tree.count(level - 1));
+        C rho = norms[tree.node(level - 1, first)];
+        for (int64_t k = first + 1; k < last; ++k) rho = larger_or_nan(rho, norms[tree.node(level - 1, k)]);
+        norms[tree.node(level, i)] = rho;
+      }
+  }
+
+  void allocate_norms(const Call& call) { norms_.reset(call.B * call.G * nodes_); }
+
+ private:
+  void fill_gamma(const Call& call) {
+    const Array<C> slopes = call.slopes.as<C>(), later = call.future_slopes.as<C>();
+    items_ = slopes.stride[0] == 0 && (!later || later.stride[0] == 0) ? 1 : call.B;
+    gamma_.reset(items_ * H_ * levels_ * 2);
+    double n = kTile;
+    for (int level = 0; level < levels_; ++level, n *= kFan) log_count_[level] = C(std::log(n) + 4e-6);
+    for (int64_t b = 0; b < items_; ++b)
+      for (int64_t h = 0; h < H_; ++h)
+        for (int side = 0; side < 2; ++side) {
+          const double m = side && later ? double(*later.at(b, h)) : double(*slopes.at(b, h));
+          double n = kTile;
+          for (int level = 0; level < levels_; ++level, n *= kFan) {
+            const double gamma = m > 0 ? std::expm1(-m * n) / std::expm1(-m) : n;
+            // 4e-6 covers the rounding of exp and of the few sums in `judge`.
+            gamma_[((b * H_ + h) * levels_ + level) * 2 + side] = C(std::log(gamma) + 4e-6);
+          }
+        }
+  }
+
+  bool active_ = false;
+  int64_t G_ = 0, H_ = 0, nodes_ = 0, items_ = 1;
+  int levels_ = 0;
+  C norm_scale_ = 0, softcap_ = 0, tolerance_ = 0;
+  C log_count_[kMaxLevels] = {};
+  Buffer<C> norms_, gamma_;
+};
+
+// The running softmax of a row tile and its account. Row r of strip s lies at [r * kStrips + s]: a vector holds one row
+// of several strips, and all strips of a tile are judged together.
+template <class C>
+struct Ledger {
+  static constexpr int N = kStrip * kStrips;
+  static constexpr int at(int row) { return row % kStrip * kStrips + row / kStrip; }
+
+  alignas(64) C top[N];     // largest score visited; -inf before the first
+  alignas(64) C weight[N];  // sum of exp(score - top) over what was visited
+  alignas(64) C spent[N];   // sum of bounds of what was skipped, as exp(. - top)
+  alignas(64) C norm[N];    // bound of |scale| |q_i|; infinite where nothing may be skipped
+  alignas(64) C position[N], past[N], future[N];
+  alignas(64) C gamma[kMaxLevels][2][N];
+  bool judging = false;
+
+  void clear(const RowTile<C>& rows) {
+    for (int i = 0; i < N; ++i) top[i] = -kInf<C>, weight[i] = 0, spent[i] = 0, norm[i] = 0;
+    // Rows that pad the last strip agree to any skip: their weight dwarfs every bound.
+    constexpr C huge = C(sizeof(C) == 4 ? 1e30 : 1e300);
+    for (int row = rows.rows; row < kRows; ++row) top[at(row)] = huge, weight[at(row)] = huge;
+    judging = false;
+  }
+
+  // Prepares judging; `norms[row]` bounds |q|.
+  void arm(const Call& call, const RowTile<C>& rows, const KeyTree<C>& tree, const Bounds<C>& bounds, const C* norms) {
+    if (!bounds.active() || !bounds.norms()) return;
+    constexpr C shrink = 1 - C(1e-6);  // the product slope * distance is rounded; the bound must not gain by it
+    bool some = false;
+    for (int row = 0; row < rows.rows; ++row) {
+      const int i = at(row);
+      const bool reaches_future = !call.causal || call.prefix > 0;
+      const bool rewards = rows.past[row] < 0 || (reaches_future && rows.future[row] < 0);
+      norm[i] = rewards ? kInf<C> : norms[row] * bounds.norm_scale();
+      position[i] = rows.relative[row];
+      past[i] = rows.past[row] * shrink, future[i] = rows.future[row] * shrink;
+      some = some || rows.past[row] > 0 || (reaches_future && rows.future[row] > 0);
+    }
+    judging = some;
+    if (!judging) return;
+    for (int row = rows.rows; row < kRows; ++row) position[at(row)] = past[at(row)] = future[at(row)] = 0;
+    for (int level = 0; level < tree.levels(); ++level)
+      for (int side = 0; side < 2; ++side) fill_gamma(rows, bounds, level, side);
+  }
+
+  // Of the strips in `mask`, those that may skip the node; it is charged to them.
+  uint32_t judge(const RowTile<C>& rows, const Bounds<C>& bounds, const KeySpan& keys, int level, C rho, C distance,
+                 uint32_t mask) {
+    // Ranks of distances count only where they are distinct integers and every key gives bias.
+    const bool distinct = keys.rising && !keys.unbiased && rows.compact;
+    const C low = C(minus(keys.low, rows.origin)), high = C(minus(keys.high, rows.origin));
+    const C count = bounds.log_count(level), cap = bounds.softcap(), tolerance = bounds.tolerance();
+    constexpr int L = kLanes<C>;
+    alignas(64) typename Simd<C>::Int fits[kStrips];
+    alignas(64) C total[N];
+#pragma GCC unroll 2
+    for (int v = 0; v < kStrips; v += L) {
+      Mask<C> ok = ~Mask<C>{};
+#pragma GCC unroll 6
+      for (int r = 0; r < kStrip; ++r) {
+        const int i = r * kStrips + v;
+        Vec<C> away, slope, log_n;
+        const Vec<C> mp = load<C>(past + i), mf = load<C>(future + i);
+        if (distinct) {
+          const Vec<C> p = load<C>(position + i), back = p - high, ahead = low - p;
+          const Mask<C> is_past = back >= 0, is_future = ahead >= 0;
+          away = is_past ? back : is_future ? ahead : Vec<C>{};
+          slope = is_past ? mp : mf;
+          log_n = is_past ? load<C>(gamma[level][0] + i) : load<C>(gamma[level][1] + i);
+          log_n = (is_past | is_future) ? log_n : splat<C>(count);
+        } else {
+          away = splat<C>(distance);
+          slope = mp < mf ? mp : mf;
+          log_n = splat<C>(count);
+        }
+        Vec<C> u = load<C>(norm + i) * rho;
+        u = min_keep<C>(splat<C>(cap), u);
+        // inf * 0 would be NaN, hence a visit: an infinite slope hides nothing at distance 0.
+        const Vec<C> bound = exp_held<C>(u - slope * away + log_n - load<C>(top + i));
+        const Vec<C> sum = load<C>(spent + i) + bound;
+        store<C>(total + i, sum);
+        ok &= sum <= load<C>(weight + i) * tolerance;
+      }
+      std::memcpy(fits + v, &ok, sizeof ok);
+    }
+    uint32_t skip = 0;
+    for (int s = 0; s < kStrips; ++s) skip |= uint32_t(fits[s] & 1) << s;
+    skip &= mask;
+    charge(skip, total);
+    return skip;
+  }
+
+  // The second look: `peak[r]` is the largest score of row r of strip s among `count` keys, all computed. True if the
+  // strip may leave these keys out; `total` is then what `charge_strip` takes.
+  bool fits_computed(const Bounds<C>& bounds, int s, int strip_rows, const C* peak, int count, C* total) const {
+    const C log_n = C(std::log(double(count)) + 4e-6);
+    for (int r = 0; r < strip_rows; ++r) {
+      const int i = r * kStrips + s;
+      const C x = peak[r] + log_n - top[i];
+      if (!(x < C(0))) return false;  // spares the exponential
+      total[r] = spent[i] + exp_single(x);
+      if (!(total[r] <= weight[i] * bounds.tolerance())) return false;
+    }
+    return true;
+  }
+  void charge_strip(int s, int strip_rows, const C* total) {
+    for (int r = 0; r < strip_rows; ++r) spent[r * kStrips + s] = total[r];
+  }
+
+ private:
+  static C exp_single(C x) {
+    C lane[kLanes<C>];
+    store<C>(lane, exp_held<C>(splat<C>(x)));
+    return lane[0];
+  }
+
+  void fill_gamma(const RowTile<C>& rows, const Bounds<C>& bounds, int level, int side) {
+    for (int row = 0; row < kRows; ++row) {
+      // An unbiased row has slope 0 here, whatever its head's.
+      const bool real = row < rows.rows && (side ? rows.future[row] : rows.past[row]) != 0;
+      gamma[level][side][at(row)] =
+          real ? bounds.log_gamma(rows.b, rows.head[row], level, side) : bounds.log_count(level);
+    }
+  }
+
+  void charge(uint32_t skip, const C* total) {
+    for (int s = 0; s < kStrips; ++s)
+      if (skip >> s & 1)
+        for (int r = 0; r < kStrip; ++r) spent[r * kStrips + s] = total[r * kStrips + s];
+  }
+};
+
+}  // namespace linbias::LINBIAS_VARIANT

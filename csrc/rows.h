@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+// Row tiles: up to kRows query rows that read the same key/value head, in strips of kStrip.
+//
+// With many queries a tile holds consecutive queries of one head; with few (decode) it holds all queries of several
+// heads of the group, so that a key block is read once for all of them. Everything per row is therefore an array.
+#pragma once
+
+#include "gemm.h"
+#include "spans.h"
+
+namespace linbias::LINBIAS_VARIANT {
+
+constexpr int kStrips = 16;
+constexpr int kRows = kStrips * kStrip;
+
+// How the rows of a call are cut into tiles; tile u of a (b, g) has rows of heads and queries [first, first + count).
+struct Tiling {
+  int64_t heads_per_tile = 1, queries_per_tile = 1, tiles_per_unit = 0;
+
+  explicit Tiling(const Call& call) {
+    const int64_t T = call.T, group = call.group();
+    if (T == 0) return;
+    if (T * 2 <= kRows) {
+      int64_t tiles = ceil_div(group, lesser<int64_t>(group, kRows / T));
+      heads_per_tile = ceil_div(group, tiles);
+      queries_per_tile = T;
+      tiles_per_unit = ceil_div(group, heads_per_tile);
+    } else {
+      int64_t tiles = ceil_div(T, kRows);
+      queries_per_tile = round_up(ceil_div(T, tiles), kStrip);
+      tiles_per_unit = group * ceil_div(T, queries_per_tile);
+    }
+  }
+};
+
+template <class C>
+struct RowTile {
+  int64_t b = 0, g = 0;
+  int rows = 0, strips = 0;
+  int64_t head[kRows], query[kRows], position[kRows], segment[kRows];
+  // 0 for a row that receives no bias.
+  alignas(64) C past[kRows], future[kRows];
+  // Position relative to `origin`.
+  alignas(64) C relative[kRows];
+  int64_t origin = 0;
+  RowSpan span, strip[kStrips];
+  bool compact = true;    // the tile's positions lie close together, so that `relative` is exact
+  bool biased = false;    // some slope is not 0
+  bool same_sides = true; // past and future slopes agree in every row
+  bool special = false;   // some slope is infinite or NaN
+  Buffer<C> coordinates;  // (kRows, C) under a metric
+
+  int strip_rows(int s) const { return lesser(kStrip, rows - s * kStrip); }
+
+  // Gathers tile `tile` of (item, kv head).
+  void fill(const Call& call, const Tiling& tiling, int64_t item, int64_t kv, int64_t tile) {
+    b = item, g = kv, rows = 0;
+    const int64_t group = call.group();
+    int64_t head_first, head_last, query_first, query_last;
+    if (call.T * 2 <= kRows) {
+      head_first = tile * tiling.heads_per_tile;
+      head_last = lesser(head_first + tiling.heads_per_tile, group);
+      query_first = 0, query_last = call.T;
+    } else {
+      int64_t per_head = tiling.tiles_per_unit / group;
+      head_first = tile / per_head, head_last = head_first + 1;
+      query_first = tile % per_head * tiling.queries_per_tile;
+      query_last = lesser(query_first + tiling.queries_per_tile, call.T);
+    }
+    for (int64_t h = head_first; h < head_last; ++h)
+      for (int64_t i = query_first; i < query_last; ++i) head[rows] = kv * group + h, query[rows] = i, ++rows;
+    strips = int(ceil_div(rows, kStrip));
+    read_rows(call);
+    summarise(call);
+  }
+
+ private:
+  void read_rows(const Call& call) {
+    const bool spatial = call.metric != Metric::none;
+    const Array<int64_t> positions = call.query_positions.as<int64_t>();
+    const Array<C> slopes = call.slopes.as<C>(), later = call.future_slopes.as<C>();
+    biased = special = false, same_sides = true;
+    for (int r = 0; r < rows; ++r) {
+      int64_t i = query[r];
+      position[r] = spatial ? 0 : positions ? *positions.at(b, i) : call.S - call.T + i;
+      segment[r] = call.query_segments ? *call.query_segments.at(b, i) : 0;
+      C m = *slopes.at(b, head[r]), f = later && !spatial ? *later.at(b, head[r]) : m;
+      if (call.query_unbiased && *call.query_unbiased.at(b, i)) m = f = 0;
+      past[r] = m, future[r] = f;
+      biased = biased || m != 0 || f != 0;
+      special = special || !std::isfinite(past[r]) || !std::isfinite(future[r]);
+      same_sides = same_sides && m == f;
+    }
+    if (spatial) read_coordinates(call);
+  }
+
+  void read_coordinates(const Call& call) {
+    if (coordinates.size() == 0) coordinates.reset(kRows * call.C);
+    const Array<C> positions = call.query_positions.as<C>();
+    for (int r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < call.C; ++c) coordinates[r * call.C + c] = *positions.at(b, query[r], c);
+  }
+
+  void summarise(const Call&) {
+    span = RowSpan();
+    for (int s = 0; s < strips; ++s) {
+      strip[s] = RowSpan();
+      for (int r = s * kStrip; r < s * kStrip + strip_rows(s); ++r) {
+        bool past_inf = past[r] == kInf<C>, future_inf = future[r] == kInf<C>;
+        strip[s].add(position[r], segment[r], past_inf, future_inf);
+        span.add(position[r], segment[r], past_inf, future_inf);
+      }
+    }
+    origin = span.low;
+    compact = minus(span.high, span.low) <= int64_t(1) << (Simd<C>::mantissa - 2);
+    for (int r = 0; r < strips * kStrip; ++r) relative[r] = r < rows ? C(minus(position[r], origin)) : C(0);
+    for (int r = rows; r < strips * kStrip; ++r) past[r] = future[r] = 0;
+  }
+};
+
+}  // namespace linbias::LINBIAS_VARIANT

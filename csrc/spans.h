@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+// Summaries of ranges of keys and rows, and what they prove about all pairs between them.
+//
+// The keys of a batch item form a tree: level 0 are tiles of kTile keys, and a node of level l joins kFan nodes of the
+// level below. Classification costs a few comparisons, so that only tiles which a mask really cuts are evaluated pair
+// by pair, and whole superblocks are judged at once.
+#pragma once
+
+#include "arena.h"
+#include "elements.h"
+
+namespace linbias::LINBIAS_VARIANT {
+
+constexpr int kTile = 64;  // keys of a tile
+constexpr int kFan = 16;   // children of a node
+constexpr int kMaxLevels = 8;
+
+// a - b, held within int64.
+LINBIAS_INLINE int64_t minus(int64_t a, int64_t b) {
+  int64_t d;
+  if (__builtin_sub_overflow(a, b, &d)) return a < b ? INT64_MIN : INT64_MAX;
+  return d;
+}
+
+// The keys of one node that exist; `total` counts those that key_mask removes as well.
+struct KeySpan {
+  int64_t low = INT64_MAX, high = INT64_MIN;            // positions
+  int64_t segment_low = INT64_MAX, segment_high = INT64_MIN;
+  int64_t rank_low = INT64_MAX, rank_high = INT64_MIN;  // INT64_MAX both where the call has no ranks
+  int64_t alive = 0, total = 0;
+  bool unbiased = false;  // holds a key that gives no bias
+  bool rising = true;     // positions strictly increase in storage order, so distances to one side are distinct
+
+  // Key j of the node stands at low + j: what a causal or windowed row sees is a range of j.
+  bool consecutive() const { return rising && alive == total && high - low + 1 == total; }
+
+  void add(int64_t position, int64_t segment, int64_t rank, bool no_bias) {
+    rising = rising && (alive == 0 || position > high);
+    low = lesser(low, position), high = greater(high, position);
+    segment_low = lesser(segment_low, segment), segment_high = greater(segment_high, segment);
+    rank_low = lesser(rank_low, rank), rank_high = greater(rank_high, rank);
+    unbiased = unbiased || no_bias;
+    ++alive;
+  }
+  void join(const KeySpan& next) {
+    rising = rising && next.rising && (alive == 0 || next.alive == 0 || next.low > high);
+    low = lesser(low, next.low), high = greater(high, next.high);
+    segment_low = lesser(segment_low, next.segment_low), segment_high = greater(segment_high, next.segment_high);
+    rank_low = lesser(rank_low, next.rank_low), rank_high = greater(rank_high, next.rank_high);
+    unbiased = unbiased || next.unbiased;
+    alive += next.alive, total += next.total;
+  }
+};
+
+// Some rows that are treated together: a tile or a strip of it.
+struct RowSpan {
+  int64_t low = INT64_MAX, high = INT64_MIN;
+  int64_t segment_low = INT64_MAX, segment_high = INT64_MIN;
+  bool past_infinite = true, future_infinite = true;  // every row has an infinite slope on that side
+
+  void add(int64_t position, int64_t segment, bool past_inf, bool future_inf) {
+    low = lesser(low, position), high = greater(high, position);
+    segment_low = lesser(segment_low, segment), segment_high = greater(segment_high, segment);
+    past_infinite = past_infinite && past_inf;
+    future_infinite = future_infinite && future_inf;
+  }
+};
+
+enum class Sight { none, some, all };
+
+// What rows see of keys, attn_mask apart: `none` and `all` are proven, `some` means look at each pair.
+inline Sight sight(const Call& call, const RowSpan& rows, const KeySpan& keys) {
+  if (keys.alive == 0) return Sight::none;
+  bool all = keys.alive == keys.total;
+  if (call.query_segments) {
+    if (rows.segment_high < keys.segment_low || keys.segment_high < rows.segment_low) return Sight::none;
+    all = all && lesser(rows.segment_low, keys.segment_low) == greater(rows.segment_high, keys.segment_high);
+  }
+  if (call.metric != Metric::none) return all ? Sight::all : Sight::some;
+  const int64_t back_least = minus(rows.low, keys.high), back_most = minus(rows.high, keys.low);
+  if (call.causal) {
+    if (back_most < 0 && keys.rank_low >= call.prefix) return Sight::none;
+    all = all && (back_least >= 0 || keys.rank_high < call.prefix);
+  }
+  if (call.left != kUnlimited || call.right != kUnlimited) {
+    bool past_out = call.left != kUnlimited && back_least > call.left;
+    bool future_out = call.right != kUnlimited && back_most < -call.right;
+    if ((past_out || future_out) && keys.rank_low >= call.sinks) return Sight::none;
+    bool within = (call.left == kUnlimited || back_most <= call.left) &&
+                  (call.right == kUnlimited || back_least >= -call.right);
+    all = all && (within || keys.rank_high < call.sinks);
+  }
+  if (!keys.unbiased) {
+    if (rows.past_infinite && back_least > 0) return Sight::none;
+    if (rows.future_infinite && back_most < 0) return Sight::none;
+  }
+  return all ? Sight::all : Sight::some;
+}
+
+// The tree of one call: spans for every batch item that differs, boxes under a metric.
+template <class C>
+class KeyTree {
+ public:
+  void build(const Call& call) {
+    call_ = &call;
+    levels_ = 0;
+    int64_t count = ceil_div(call.S, kTile), total = 0;
+    for (;;) {
+      offset_[levels_] = total;
+      count_[levels_] = count;
+      total += count;
+      ++levels_;
+      if (count <= kFan || levels_ == kMaxLevels) break;
+      count = ceil_div(count, kFan);
+    }
+    nodes_ = total;
+    // Batch items share their spans unless one of the tensors that spans summarise tells them apart.
+    items_ = varies(call.key_positions.stride[0], bool(call.key_positions)) || varies_of(call.key_segments) ||
+                     varies_of(call.key_mask) || varies_of(call.key_ranks) || varies_of(call.key_unbiased)
+                 ? call.B
+                 : 1;
+    spans_.reset(items_ * nodes_);
+    if (call.metric != Metric::none) boxes_.reset(items_ * nodes_ * 2 * call.C);
+    for (int64_t b = 0; b < items_; ++b) build_item(b);
+  }
+
+  int levels() const { return levels_; }
+  int64_t count(int level) const { return count_[level]; }
+  int64_t nodes() const { return nodes_; }
+  // Index of a node among all nodes of a batch item.
+  int64_t node(int level, int64_t index) const { return offset_[level] + index; }
+  const KeySpan& span(int64_t b, int level, int64_t index) const {
+    return spans_[(items_ == 1 ? 0 : b) * nodes_ + node(level, index)];
+  }
+  // Coordinates' lower ends, then upper ends, C each.
+  const C* box(int64_t b, int level, int64_t index) const {
+    return boxes_.data() + ((items_ == 1 ? 0 : b) * nodes_ + node(level, index)) * 2 * call_->C;
+  }
+
+ private:
+  bool varies(int64_t stride, bool present) const { return present && stride != 0 && call_->B > 1; }
+  template <class X>
+  bool varies_of(const Array<X>& array) const {
+    return varies(array.stride[0], bool(array));
+  }
+
+  void build_item(int64_t b) {
+    const bool plain = call_->metric == Metric::none && !call_->key_positions && !call_->key_segments &&
+                       !call_->key_mask && !call_->key_ranks && !call_->key_unbiased;
+    KeySpan* spans = spans_.data() + b * nodes_;
+    for (int64_t t = 0; t < count_[0]; ++t) {
+      if (plain)
+        spans[t] = plain_span(t);
+      else
+        spans[t] = listed_span(b, t);
+    }
+    for (int level = 1; level < levels_; ++level)
+      for (int64_t i = 0; i < count_[level]; ++i) {
+        int64_t first = i * kFan, last = lesser(first + kFan, count_[level - 1]);
+        KeySpan joined;
+        for (int64_t child = first; child < last; ++child) joined.join(spans[offset_[level - 1] + child]);
+        spans[offset_[level] + i] = joined;
+        if (call_->metric != Metric::none) join_boxes(b, level, i, first, last);
+      }
+  }
+
+  KeySpan plain_span(int64_t tile) const {
+    KeySpan span;
+    span.low = tile * kTile;
+    span.high = lesser(span.low + kTile, call_->S) - 1;
+    span.segment_low = span.segment_high = 0;
+    span.rank_low = span.rank_high = INT64_MAX;
+    span.alive = span.total = span.high - span.low + 1;
+    return span;
+  }
+
+  KeySpan listed_span(int64_t b, int64_t tile) {
+    const Call& call = *call_;
+    const bool spatial = call.metric != Metric::none;
+    const Array<int64_t> positions = call.key_positions.template as<int64_t>();
+    int64_t first = tile * kTile, last = lesser(first + kTile, call.S);
+    KeySpan span;
+    span.total = last - first;
+    if (spatial) start_box(b, tile);
+    for (int64_t j = first; j < last; ++j) {
+      if (call.key_mask && !*call.key_mask.at(b, j)) continue;
+      int64_t position = spatial ? 0 : positions ? *positions.at(b, j) : j;
+      span.add(position, call.key_segments ? *call.key_segments.at(b, j) : 0,
+               call.key_ranks ? *call.key_ranks.at(b, j) : INT64_MAX,
+               call.key_unbiased && *call.key_unbiased.at(b, j));
+      if (spatial) widen_box(b, tile, j);
+    }
+    return span;
+  }
+
+  C* own_box(int64_t b, int level, int64_t i) { return boxes_.data() + (b * nodes_ + node(level, i)) * 2 * call_->C; }
+
+  void start_box(int64_t b, int64_t tile) {
+    C* box = own_box(b, 0, tile);
+    for (int64_t c = 0; c < call_->C; ++c) box[c] = kInf<C>, box[call_->C + c] = -kInf<C>;
+  }
+
+  void widen_box(int64_t b, int64_t tile, int64_t j) {
+    const Array<C> positions = call_->key_positions.template as<C>();
+    C* box = own_box(b, 0, tile);
+    for (int64_t c = 0; c < call_->C; ++c) {
+      C x = *positions.at(b, j, c);
+      box[c] = lesser(box[c], x), box[call_->C + c] = greater(box[call_->C + c], x);
+    }
+  }
+
+  void join_boxes(int64_t b, int level, int64_t i, int64_t first, int64_t last) {
+    C* box = own_box(b, level, i);
+    const int64_t dims = call_->C;
+    for (int64_t c = 0; c < dims; ++c) box[c] = kInf<C>, box[dims + c] = -kInf<C>;
+    for (int64_t child = first; child < last; ++child) {
+      const C* part = own_box(b, level - 1, child);
+      for (int64_t c = 0; c < dims; ++c)
+        box[c] = lesser(box[c], part[c]), box[dims + c] = greater(box[dims + c], part[dims + c]);
+    }
+  }
+
+  const Call* call_ = nullptr;
+  int levels_ = 0;
+  int64_t offset_[kMaxLevels] = {}, count_[kMaxLevels] = {};
+  int64_t nodes_ = 0, items_ = 1;
+  Buffer<KeySpan> spans_;
+  Buffer<C> boxes_;
+};
+
+}  // namespace linbias::LINBIAS_VARIANT

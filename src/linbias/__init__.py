@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention with linear biases (ALiBi), exact, at a cost that follows what the bias lets a head see."""
+
+from . import backends as backends
+from .attention import Aux as Aux
+from .attention import alibi_attention as alibi_attention
+from .attention import alibi_attention_weights as alibi_attention_weights
+from .attention import merge as merge
+from .bias import alibi_bias as alibi_bias
+from .bias import grid_positions as grid_positions
+from .bias import positions_from_mask as positions_from_mask
+from .errors import BackendUnavailable as BackendUnavailable
+from .reach import KeyBounds as KeyBounds
+from .reach import key_bounds as key_bounds
+from .reach import reach as reach
+from .slopes import alibi_slopes as alibi_slopes
+from .varlen import alibi_attention_varlen as alibi_attention_varlen
+
+__version__ = "0.1.0"

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backends: their order, which one runs a call, and why the others do not.
+
+A backend is a module of this package with the members of `Backend`. Backends never import each other, and `why_not`
+imports no kernel, so asking is cheap and safe where a kernel cannot even load.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ..errors import BackendUnavailable
+from ..prepare import Request, prepare
+from ..problem import Gradients, Operands, Problem, Result
+from . import native, reference, tiled
+
+__all__ = ["Backend", "available", "explain", "select"]
+
+
+class Backend(Protocol):
+    """What a backend module provides."""
+
+    @property
+    def NAME(self) -> str:
+        """What the user calls it."""
+        ...
+
+    @property
+    def COMPOSITE(self) -> bool:
+        """True: `forward` is plain torch that autograd sees through, and `backward` is not called."""
+        ...
+
+    def why_not(self, problem: Problem) -> str | None:
+        """The reason this call cannot run here, or None."""
+        ...
+
+    def forward(self, problem: Problem, operands: Operands) -> Result:
+        """Output, lse, the bound on what was skipped, and the count of pairs computed."""
+        ...
+
+    def backward(
+        self,
+        problem: Problem,
+        operands: Operands,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+        needs: tuple[bool, ...],
+    ) -> Gradients:
+        """Gradients of query, key, value, slopes, future slopes, where `needs` says so."""
+        ...
+
+
+_ORDER: tuple[Backend, ...] = (native, tiled, reference)
+_BY_NAME = {backend.NAME: backend for backend in _ORDER}
+
+
+def available() -> tuple[str, ...]:
+    """The names of all backends, in the order "auto" tries them."""
+    return tuple(_BY_NAME)
+
+
+def select(name: str, problem: Problem) -> Backend:
+    """The backend to run `problem`: the one named, or for "auto" the first that can.
+
+    Raises:
+        ValueError: no such backend.
+        BackendUnavailable: the one named cannot run this call; "auto" would have passed it over.
+    """
+    if name == "auto":
+        for backend in _ORDER:
+            if backend.why_not(problem) is None:
+                return backend
+    if name not in _BY_NAME:
+        raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, _BY_NAME))}, got {name!r}")
+    reason = _BY_NAME[name].why_not(problem)
+    if reason is not None:
+        raise BackendUnavailable(f"backend {name!r} cannot run this call: {reason}; backend='auto' picks one that can")
+    return _BY_NAME[name]
+
+
+def explain(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, **options: object) -> str:
+    """Which backend "auto" runs this call on, and why each other one is not used.
+
+    Args:
+        query, key, value, slopes, options: as for `linbias.alibi_attention`, without backend and return_aux.
+
+    Returns:
+        One line a backend, in the order "auto" tries them.
+
+    Raises:
+        TypeError, ValueError: as `linbias.alibi_attention` would.
+    """
+    problem, _ = prepare(query, key, value, slopes, Request.of("explain", options))
+    chosen = select("auto", problem).NAME
+    lines: list[str] = []
+    for backend in _ORDER:
+        reason = backend.why_not(problem)
+        verdict = (
+            f"cannot: {reason}" if reason else "runs this call" if backend.NAME == chosen else "can, but not first"
+        )
+        lines.append(f"{backend.NAME:<10} {verdict}")
+    return "\n".join(lines)

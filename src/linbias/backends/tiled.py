@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pure torch, tile by tile: what the ledgers prove negligible is skipped, and memory is linear in the length.
+
+Forward and backward share one course: summarise queries and keys, let the ledger choose what to visit, compute that.
+Two engines do the computing. The fused one calls the CPU's own attention on bands of tiles; the plain one evaluates
+the formula on rectangles of pairs, anywhere and with every option.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .._boxes import Boxes, gaps, maybe_visible
+from .._bounds import Keys, table_sizes
+from .._ledger import Visits, backward_visits, forward_visits, near_mass, rounded_mass
+from ..problem import Gradients, Operands, Problem, Result
+from ..reach import upper_norms
+from . import _tiled_fused as fused
+from ._tiled_backward import Running, backward_piece
+from ._tiled_call import Call, batch_lanes
+from ._tiled_pairs import forward_piece, pieces
+from ._tiled_plan import Rectangle, bands, rectangles
+from ._tiled_unseen import without_unseen
+
+NAME = "tiled"
+COMPOSITE = False
+
+_BUDGET = {"cpu": 1 << 19}
+"""Pairs a rectangle: on a CPU what stays in its caches."""
+_WIDE_BUDGET = 1 << 24
+# Scores beyond this may overflow to inf, which the fused kernel's added mask would turn into NaN.
+_SAFE_SCORE = 1e30
+
+
+def why_not(problem: Problem) -> str | None:
+    """It runs everything but functorch's gradients."""
+    if problem.transformed:
+        return "its backward recomputes tile by tile, which functorch cannot differentiate"
+    return None
+
+
+def forward(problem: Problem, operands: Operands) -> Result:
+    """Visit the nearest tiles, and of the others those that could matter."""
+    call = without_unseen(Call.of(problem, operands))
+    lanes = problem.batch * problem.heads
+    out = call.query.new_zeros((lanes, problem.queries, problem.value_dim))
+    lse = call.query.new_full((lanes, problem.queries), -math.inf)
+    computed, visits = [0] * lanes, None
+    if out.shape[0] * problem.queries * problem.keys > 0:
+        keys, norms = Keys.of(problem, operands), upper_norms(operands.query)
+        visits = _forward_visits(call, keys, norms)
+        if fused.available(problem) and _tame(call, keys, norms):
+            plan = bands(problem, visits)
+            out, lse = fused.forward(call, plan)
+            computed = plan.pairs(lanes)
+        else:
+            for rectangle in _rectangles(problem, visits):
+                for piece in pieces(rectangle, _BUDGET.get(problem.device.type, _WIDE_BUDGET)):
+                    forward_piece(call, piece, out, lse)
+                    for lane in piece.lanes:
+                        computed[lane] += (piece.rows.stop - piece.rows.start) * piece.width
+    shape = (problem.batch, problem.heads)
+    return Result(
+        out=out.unflatten(0, shape).to(problem.dtype),
+        lse=lse.unflatten(0, shape),
+        skipped=_skipped(problem, visits, lse).unflatten(0, shape),
+        computed=torch.tensor(computed, dtype=torch.int64, device=problem.device).view(shape),
+    )
+
+
+def backward(
+    problem: Problem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    needs: tuple[bool, ...],
+) -> Gradients:
+    """Recompute what matters for rows and keys, judged afresh from `lse`."""
+    call = without_unseen(Call.of(problem, operands))
+    running = Running.of(call, out, lse, grad_out, grad_lse)
+    if out.shape[0] * problem.heads * problem.queries * problem.keys == 0:
+        return running.gradients(call, needs)
+    keys, norms = Keys.of(problem, operands), upper_norms(operands.query)
+    slopes_too = needs[3] or needs[4]
+    if _one_tile(problem):
+        visits = _everything(problem)
+    else:
+        visits = backward_visits(problem, operands, keys, norms, lse, slopes_too=slopes_too)
+    if not slopes_too and grad_lse is None and fused.available(problem) and _tame(call, keys, norms):
+        found = fused.backward(call, bands(problem, visits), out.to(lse.dtype).flatten(0, 1), running)
+        return fused.gradients(problem, found, needs)
+    # Nothing may come from a query that saw nothing, whatever it holds.
+    call = replace(call, query=call.query.masked_fill((lse == -math.inf).flatten(0, 1).unsqueeze(-1), 0.0))
+    for rectangle in _rectangles(problem, visits):
+        for piece in pieces(rectangle, _BUDGET.get(problem.device.type, _WIDE_BUDGET)):
+            backward_piece(call, piece, running, needs)
+    return running.gradients(call, needs)
+
+
+def _one_tile(problem: Problem) -> bool:
+    strip, block = table_sizes(problem)
+    return problem.queries <= strip and problem.keys <= block
+
+
+def _everything(problem: Problem) -> Visits:
+    """A table of one tile has nothing to skip."""
+    lanes = problem.batch * problem.heads
+    strip, block = table_sizes(problem)
+    return Visits(torch.ones((lanes, 1, 1), dtype=torch.bool), torch.zeros((lanes, 1)), strip, block)
+
+
+def _forward_visits(call: Call, keys: Keys, norms: Tensor) -> Visits:
+    problem, operands, options = call.problem, call.operands, call.problem.options
+    if _one_tile(problem):
+        return _everything(problem)
+    if options.tolerance == 0 or not bool(keys.norms.isfinite().any()):
+        mass = torch.full_like(norms, -math.inf)
+    elif problem.explicit_positions or options.softcap is not None or any(
+        hiding is not None
+        for hiding in (operands.query_segments, operands.attn_mask, operands.query_unbiased)
+    ):
+        mass = _sampled_mass(call, keys, norms)
+    else:
+        mass = near_mass(problem, operands, keys, norms)
+    return forward_visits(problem, operands, keys, norms, mass)
+
+
+def _sampled_mass(call: Call, keys: Keys, norms: Tensor) -> Tensor:
+    """A lower bound of each row's weight for any call: the true scores of the strip's nearest block."""
+    problem, operands = call.problem, call.operands
+    strip, block = table_sizes(problem)
+    rows = Boxes.of_queries(operands, strip)
+    possible = maybe_visible(problem.options, operands.attn_mask, rows, keys.boxes).any(1)
+    nearest = torch.where(possible, gaps(rows, keys.boxes, problem.options.metric).near, math.inf).argmin(-1)
+    lse = norms.new_full(norms.shape, -math.inf)
+    flat = lse.flatten(0, 1)
+    for item, blocks in enumerate(nearest.tolist()):
+        lanes = batch_lanes(problem, item if len(nearest) > 1 else None)
+        for place, chosen in enumerate(blocks):
+            span = slice(place * strip, min((place + 1) * strip, problem.queries))
+            run = (chosen * block, min((chosen + 1) * block, problem.keys))
+            for piece in pieces(Rectangle(lanes, span, (run,)), _BUDGET.get(problem.device.type, _WIDE_BUDGET)):
+                forward_piece(call, piece, flat, flat, with_value=False)
+    return rounded_mass(problem, keys, norms, lse)
+
+
+def _rectangles(problem: Problem, visits: Visits) -> list[Rectangle]:
+    cpu = problem.device.type == "cpu"
+    return list(rectangles(problem, visits, rows=128 if cpu else 256, round_to=1 if cpu else 8))
+
+
+def _tame(call: Call, keys: Keys, norms: Tensor) -> bool:
+    """No NaN, inf or overflow in scores or bias, and no mask by content: reads values, so only where that is cheap."""
+    operands, problem = call.operands, call.problem
+    masks = (operands.key_mask, operands.attn_mask, operands.query_segments, operands.query_unbiased)
+    if any(mask is not None for mask in masks):
+        return False
+    slopes = call.slopes if call.future_slopes is None else torch.cat([call.slopes, call.future_slopes])
+    bias = float(slopes.abs().max()) * (problem.queries + problem.keys)
+    score = float(norms.max()) * float(keys.norms.max()) * abs(problem.options.scale)
+    # As `<`, so that NaN is not tame.
+    return score < _SAFE_SCORE and bias < _SAFE_SCORE
+
+
+def _skipped(problem: Problem, visits: Visits | None, lse: Tensor) -> Tensor:
+    """(L, T): each row's bound, rounded up."""
+    if visits is None:
+        return torch.zeros_like(lse)
+    spent = visits.spent.repeat_interleave(visits.strip, 1)[:, : problem.queries]
+    return (spent * (1 + 2 * torch.finfo(lse.dtype).eps)).to(lse.dtype).to(lse.device)

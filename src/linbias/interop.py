@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ALiBi for torch's own attention kernels: a mask for SDPA, a score_mod and a BlockMask for FlexAttention.
+
+`sdpa_mask` has to be a matrix. FlexAttention needs none: it captures the slopes, H numbers, and computes the bias where
+it is wanted; and since the bias proves how far a head sees, a BlockMask can leave out every block beyond.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .bias import dense_penalty, dense_visible, token_positions
+from .checks import check_count, check_tensor, check_window, position_rows, slope_rows
+from .prepare import Request, prepare
+from .problem import default_scale
+from .reach import reach, upper_norms
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+# Kernels load rows of a mask in vectors of 8 elements; an unaligned row makes them fall back, copy or refuse.
+_ROW = 8
+
+
+def sdpa_mask(query: Tensor, key: Tensor, slopes: Tensor, **options: object) -> Tensor:
+    """``attn_mask`` for `torch.nn.functional.scaled_dot_product_attention`: -slope_h * distance, -inf where hidden.
+
+    All that hides a key is folded in, so SDPA needs no further argument than ``scale``. With ``causal=False`` and
+    T = S, SDPA on the CPU also takes ``is_causal=True`` beside the mask and applies both; elsewhere fold it in here,
+    because SDPA's own aligns the first query with the first key. Memory is H x T x S numbers, which `alibi_attention`
+    and `flex_score_mod` do without.
+
+    Args:
+        query: (B, H, T, D); gives sizes, dtype and device.
+        key: (B, G, S, D).
+        slopes: as for `linbias.alibi_attention`. Learned ones get their gradient from SDPA.
+        options: those of `linbias.alibi_attention` about position and visibility, ``causal`` required: causal, window,
+            sinks, prefix, key_mask, attn_mask, query_segments, key_segments, query_positions, key_positions, metric,
+            future_slopes, unbiased.
+
+    Returns:
+        (B or 1, H, T, S) in the query's dtype, as SDPA demands. Rows start at multiples of 8 elements. In half
+        precision the bias is rounded: near keys keep their digits, far ones of shallow heads do not.
+
+    Raises:
+        TypeError, ValueError: as `linbias.alibi_attention`, and for an option that belongs to SDPA itself.
+
+    >>> tokens = torch.zeros(1, 1, 4, 2)
+    >>> sdpa_mask(tokens, tokens, torch.tensor([0.5]), causal=True)[0, 0, 2].tolist()
+    [-1.0, -0.5, 0.0, -inf]
+    """
+    foreign = frozenset({"scale", "softcap", "dropout_p", "tolerance", "key_bounds"})
+    request = Request.of("sdpa_mask", options, without=foreign)
+    problem, operands = prepare(query, key, key, slopes, request)
+    penalty = dense_penalty(
+        operands.slopes,
+        operands.future_slopes,
+        *token_positions(operands),
+        operands.query_unbiased,
+        operands.key_unbiased,
+        metric=problem.options.metric,
+    )
+    mask = torch.where(dense_visible(operands, problem.options), 0.0 - penalty, -torch.inf).to(problem.dtype)
+    return F.pad(mask, (0, -problem.keys % _ROW))[..., : problem.keys]
+
+
+def flex_score_mod(
+    slopes: Tensor,
+    *,
+    offset: int = 0,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    future_slopes: Tensor | None = None,
+    unbiased: int = 0,
+) -> ScoreMod:
+    """``score_mod`` for FlexAttention: score - slope_h * |p_i - r_j|, from exact distances.
+
+    It captures the slopes (and the positions, if given): never anything of T x S. Learned slopes get a gradient where
+    FlexAttention has a backward: on GPUs, and uncompiled everywhere.
+
+    Args:
+        slopes: (H,), (1, H) or (B, H), float32 or float64, H the number of *query* heads, which FlexAttention does not
+            tell and nobody can check here.
+        offset: position of the first query among the keys; S - T aligns ends, as a cache needs.
+        query_positions, key_positions: (T,) or (B, T), (S,) or (B, S) integers, together, instead of ``offset``.
+        future_slopes: as slopes, for later keys; default: the same.
+        unbiased: keys j < n give, and queries offset + i < n receive, no bias.
+
+    Returns:
+        score_mod(score, b, h, q_idx, kv_idx) -> score.
+
+    Raises:
+        TypeError, ValueError: naming the argument, the rule, what came and what to do.
+
+    >>> score_mod = flex_score_mod(torch.tensor([0.5, 0.25]))
+    >>> b, h, q_idx, kv_idx = torch.tensor([0, 1, 7, 3])
+    >>> score_mod(torch.tensor(3.0), b, h, q_idx, kv_idx).item()
+    2.0
+    """
+    past = _per_head("slopes", slopes)
+    future = None if future_slopes is None else _per_head("future_slopes", future_slopes)
+    check_count("offset", offset)
+    check_count("unbiased", unbiased)
+    if (query_positions is None) != (key_positions is None) or (query_positions is not None and offset):
+        raise ValueError("query_positions and key_positions must be given together, and without an offset")
+    query_place = _per_token("query_positions", query_positions, slopes)
+    key_place = _per_token("key_positions", key_positions, slopes)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        distance = query_place(b, q_idx) + offset - key_place(b, kv_idx)
+        slope = past(b, h)
+        if future is not None:
+            slope = torch.where(distance < 0, future(b, h), slope)
+        free = distance == 0
+        if unbiased:
+            free = free | (kv_idx < unbiased) | (q_idx + offset < unbiased)
+        # Slope inf at distance 0 would make NaN.
+        return torch.where(free, score, score - slope * distance.abs())
+
+    return score_mod
+
+
+def flex_block_mask(  # noqa: PLR0913
+    slopes: Tensor,
+    query_length: int,
+    key_length: int,
+    *,
+    causal: bool,
+    content: float | Tensor,
+    tolerance: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    future_slopes: Tensor | None = None,
+    unbiased: int = 0,
+    mask_mod: MaskMod | None = None,
+    block_size: int | tuple[int, int] = 128,
+) -> "BlockMask":
+    """A BlockMask per head, without the blocks that are invisible or that the bias proves negligible.
+
+    For every query that sees the key at its own position, the keys of all blocks left out hold at most ``tolerance`` of
+    its softmax weight (`linbias.reach` says how far that is). Ends are aligned: query i stands at S - T + i. Memory and
+    time are those of the blocks, H x T x S / block_size**2; nothing is read back from the device.
+
+    Args:
+        slopes: (H,), (1, H) or (B, H), as for `flex_score_mod`.
+        query_length, key_length: T and S.
+        causal: hide keys later than the query.
+        content: how far a scaled dot product can exceed that of the query with its own key: a number, or a tensor that
+            broadcasts to slopes; see `content_bound`. inf leaves out only what is invisible.
+        tolerance: in [0, 1); default: a quarter of float32's eps. With keys on both sides each side gets half.
+        window: (left, right), inclusive, None = unlimited.
+        future_slopes, unbiased: as given to `flex_score_mod`.
+        mask_mod: hides more, such as other documents. It must leave each query its own key, or the promise fails.
+        block_size: keys and queries a block, or (queries, keys).
+
+    Returns:
+        A BlockMask of shape (b, H, T, S) for ``flex_attention(..., score_mod=flex_score_mod(...), block_mask=...)``.
+
+    Raises:
+        TypeError, ValueError: naming the argument, the rule, what came and what to do.
+
+    >>> mask = flex_block_mask(torch.tensor([0.5, 0.0]), 1024, 1024, causal=True, content=8.0)
+    >>> (mask.kv_num_blocks + mask.full_kv_num_blocks)[0].tolist()  # a head that forgets, and one that cannot
+    [[1, 2, 2, 2, 2, 2, 2, 2], [1, 2, 3, 4, 5, 6, 7, 8]]
+    """
+    from torch.nn.attention.flex_attention import BlockMask, and_masks, noop_mask
+
+    past = slope_rows("slopes", slopes, None, None, torch.float64).detach()
+    future = past
+    if future_slopes is not None:
+        future = slope_rows("future_slopes", future_slopes, None, past.shape[1], torch.float64, slopes).detach()
+    if not isinstance(causal, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"causal must be True or False, got {causal!r}")
+    tolerance = torch.finfo(torch.float32).eps / 4 if tolerance is None else tolerance
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance must be in [0, 1), a share of a row's softmax weight, got {tolerance}")
+    sizes = (block_size, block_size) if isinstance(block_size, int) else block_size
+    blocks = _Blocks(check_count("query_length", query_length), check_count("key_length", key_length), sizes, slopes)
+    left, right = check_window(window)
+    right = 0 if causal else right
+    share = tolerance if right == 0 else tolerance / 2
+    back, ahead = (reach(side, tolerance=share, content=content)[..., None, None] for side in (past, future))
+    near = blocks.near(back, ahead, check_count("unbiased", unbiased))
+    some, whole = blocks.visible(left, right)
+    if mask_mod is not None:
+        whole = torch.zeros_like(whole)
+    ordered = [_ordered(near & kind) for kind in (some & ~whole, whole)]
+    inside = _inside(query_length, key_length, left, right) or noop_mask
+    return BlockMask.from_kv_blocks(
+        *ordered[0],
+        *ordered[1],
+        BLOCK_SIZE=sizes,
+        mask_mod=inside if mask_mod is None else and_masks(inside, mask_mod),
+        seq_lengths=(query_length, key_length),
+    )
+
+
+def content_bound(query: Tensor, key: Tensor, *, scale: float | None = None) -> Tensor:
+    """``content`` of `flex_block_mask` for these inputs: 2 * |scale| * max |q| * max |k|, per head.
+
+    Args:
+        query: (B, H, T, D).
+        key: (B, G, S, D).
+        scale: as given to FlexAttention; default 1 / sqrt(D).
+
+    Returns:
+        (H,), detached; nothing is read back from the device.
+
+    >>> content_bound(torch.full((1, 2, 3, 4), 2.0), torch.ones(1, 1, 5, 4)).round(decimals=4).tolist()
+    [8.0, 8.0]
+    """
+    for name, tensor in (("query", query), ("key", key)):
+        if check_tensor(name, tensor).dim() != 4 or tensor.shape[1] == 0 or query.shape[1] % tensor.shape[1]:
+            raise ValueError(
+                f"{name} must have shape (B, heads, tokens, D), query heads a multiple of key heads, "
+                f"got {tuple(tensor.shape)}"
+            )
+    factor = abs(default_scale(query.shape[3]) if scale is None else scale)
+    # One more norm of 0 stands for no tokens at all.
+    norms = [F.pad(upper_norms(tensor.detach()).transpose(0, 1).flatten(1), (0, 1)) for tensor in (query, key)]
+    return 2 * factor * norms[0].amax(1) * norms[1].amax(1).repeat_interleave(query.shape[1] // key.shape[1])
+
+
+class _Blocks:
+    """The grid of query blocks x key blocks, by the positions of their first and last tokens; ends aligned."""
+
+    def __init__(self, queries: int, keys: int, sizes: tuple[int, int], like: Tensor) -> None:
+        for size in sizes:
+            if check_count("block_size", size) < 1:
+                raise ValueError(f"block_size must be at least 1, got {sizes}; 128 is FlexAttention's own")
+        start = keys - queries
+        query_starts, key_starts = (
+            torch.arange(-(-tokens // size), device=like.device) * size
+            for tokens, size in zip((queries, keys), sizes, strict=True)
+        )
+        self._first_query = query_starts[:, None] + start
+        self._last_query = (self._first_query + sizes[0] - 1).clamp_max(queries - 1 + start)
+        self._first_key = key_starts
+        self._last_key = (key_starts + sizes[1] - 1).clamp_max(keys - 1)
+        self._cut = (query_starts[:, None] + sizes[0] > queries) | (key_starts + sizes[1] > keys)
+        # How far the nearest tokens of a pair of blocks are apart: above 0 where one block is wholly on that side.
+        self._back = self._first_query - self._last_key
+        self._ahead = self._first_key - self._last_query
+
+    def near(self, past: Tensor, future: Tensor, unbiased: int) -> Tensor:
+        """Which pairs of blocks the reaches (b, H, 1, 1) do not rule out; NaN rules nothing out."""
+        # Queries before the first key have no own key: theirs is that far away, and reach counts from there.
+        gap = (-self._first_query).clamp_min(0)
+        near = ~(self._back > past) & ~(self._ahead > future + gap)
+        return near | (self._first_key < unbiased) | (self._first_query < unbiased)
+
+    def visible(self, left: int | None, right: int | None) -> tuple[Tensor, Tensor]:
+        """Pairs of blocks in which the window shows some pair of tokens, and every one."""
+        some = torch.ones_like(self._back, dtype=torch.bool)
+        # FlexAttention takes a block that hangs over the end for one that needs its mask.
+        whole = ~self._cut
+        if left is not None:
+            some, whole = some & (self._back <= left), whole & (self._last_query - self._first_key <= left)
+        if right is not None:
+            some, whole = some & (self._ahead <= right), whole & (self._last_key - self._first_query <= right)
+        return some, whole
+
+
+def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """FlexAttention's form of a choice of blocks: how many in each row, and their numbers, chosen ones first."""
+    order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def _inside(queries: int, keys: int, left: int | None, right: int | None) -> MaskMod | None:
+    """The window as a mask_mod; None if it hides nothing."""
+    if left is None and right is None:
+        return None
+    offset = keys - queries
+
+    def inside(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        distance = q_idx + offset - kv_idx
+        if left is None:
+            return distance >= -cast(int, right)
+        return distance <= left if right is None else (distance <= left) & (distance >= -right)
+
+    return inside
+
+
+def _per_head(name: str, slopes: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """(b, h) -> slope."""
+    check_tensor(name, slopes)
+    rows = slope_rows(name, slopes, None, None, slopes.dtype)
+    if rows.shape[0] != 1:
+        return lambda b, h: rows[b, h]
+    row = rows[0]
+    return lambda b, h: row[h]
+
+
+def _per_token(name: str, positions: Tensor | None, like: Tensor) -> Callable[[Tensor, Tensor], Any]:
+    """(b, index) -> position."""
+    if positions is None:
+        return lambda b, index: index
+    rows = position_rows(name, check_tensor(name, positions, like), None, None, None, torch.int64)
+    if rows.shape[0] != 1:
+        return lambda b, index: rows[b, index]
+    row = rows[0]
+    return lambda b, index: row[index]

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The torch operators of linbias, declared once; a backend fills them.
+
+``linbias::attention`` and ``linbias::attention_backward`` take the fields of `Operands`, then those of `Options`, then
+the backend's name, so their schemas are written by those dataclasses. Schema, shapes for tracing, gradient and vmap
+rule live here and nowhere else. The composite backend needs none of this: autograd and the tracers see through it.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backends import Backend, select
+from .errors import BackendUnavailable
+from .problem import OPERAND_NAMES, OPTION_NAMES, Operands, Options, Problem, Result, accumulating_dtype
+
+GRADIENT_NAMES: tuple[str, ...] = ("query", "key", "value", "slopes", "future_slopes")
+_REQUIRED = ("query", "key", "value", "slopes")
+_OPTION_TYPES = {
+    "causal": "bool",
+    "left": "SymInt?",
+    "right": "SymInt?",
+    "sinks": "SymInt",
+    "prefix": "SymInt",
+    "metric": "str?",
+    "scale": "float",
+    "softcap": "float?",
+    "dropout_p": "float",
+    "tolerance": "float",
+    "bounds_block": "SymInt",
+}
+_CALL_SCHEMA = ", ".join(
+    [f"Tensor{'' if name in _REQUIRED else '?'} {name}" for name in OPERAND_NAMES]
+    + [f"{_OPTION_TYPES[name]} {name}" for name in OPTION_NAMES]
+    + ["str backend"]
+)
+_FORWARD, _BACKWARD = "linbias::attention", "linbias::attention_backward"
+
+# The schemas must be defined before the decorators below name them.
+torch.library.define(
+    _FORWARD,
+    f"({_CALL_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define(
+    _BACKWARD,
+    f"(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_CALL_SCHEMA}, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def attention(problem: Problem, operands: Operands, backend: Backend) -> Result:
+    """Run `backend.forward`, differentiably."""
+    if backend.COMPOSITE:
+        with full_precision(problem):
+            return backend.forward(problem, operands)
+    if _is_plain(operands):
+        with full_precision(problem):
+            return backend.forward(problem, operands)
+    outputs = torch.ops.linbias.attention(*operands.tensors(), *problem.options.values(), backend.NAME)
+    return Result(*outputs)
+
+
+def full_precision(problem: Problem) -> AbstractContextManager[Any]:
+    """Autocast off: scores and bias stay in the accumulating dtype, which it would lower inside the products."""
+    kind = problem.device.type
+    if kind == "meta" or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
+def _is_plain(operands: Operands) -> bool:
+    """Nothing is watching: no gradient, tracer, transform or mode, so the dispatcher's detour can be saved."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transforms_active():  # pyright: ignore
+        return False
+    tensors = [tensor for tensor in operands.tensors() if tensor is not None]
+    if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors):
+        return False
+    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+
+
+def transforms_active() -> bool:
+    """Whether any functorch transform, vmap included, is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+
+
+def _unpack(args: tuple[Any, ...]) -> tuple[Problem, Operands, str]:
+    """The inverse of how `attention` spells a call."""
+    operands = Operands(*args[: len(OPERAND_NAMES)])
+    options = Options(*args[len(OPERAND_NAMES) : -1])
+    return Problem.of(operands, options), operands, args[-1]
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    problem, operands, name = _unpack(args)
+    with full_precision(problem):
+        result = select(name, problem).forward(problem, operands)
+    return result.out, result.lse, result.skipped, result.computed
+
+
+def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    operands = Operands(*args[: len(OPERAND_NAMES)])
+    query, value = operands.query, operands.value
+    rows, accumulator = query.shape[:3], accumulating_dtype(query.dtype)
+    return (
+        query.new_empty((*rows, value.shape[3])),
+        query.new_empty(rows, dtype=accumulator),
+        query.new_empty(rows, dtype=accumulator),
+        query.new_empty(rows[:2], dtype=torch.int64),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[: len(OPERAND_NAMES)], *output[:2])
+    ctx.rest = inputs[len(OPERAND_NAMES) :]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _skipped: Tensor | None, _computed: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    needs = [ctx.needs_input_grad[OPERAND_NAMES.index(name)] for name in GRADIENT_NAMES]
+    if grad_out is None and grad_lse is None:
+        return (None,) * len(ctx.needs_input_grad)
+    gradients = torch.ops.linbias.attention_backward(grad_out, grad_lse, out, lse, *tensors, *ctx.rest, needs)
+    found = {name: got for name, got, need in zip(GRADIENT_NAMES, gradients, needs, strict=True) if need}
+    return (*(found.get(name) for name in OPERAND_NAMES), *(None,) * len(ctx.rest))
+
+
+def _backward(*args: Any) -> tuple[Tensor, ...]:
+    grad_out, grad_lse, out, lse, *call, needs = args
+    problem, operands, name = _unpack(tuple(call))
+    with full_precision(problem):
+        found = select(name, problem).backward(problem, operands, out, lse, grad_out, grad_lse, tuple(needs))
+    return tuple(
+        out.new_empty(0) if gradient is None else gradient
+        for gradient in (getattr(found, name) for name in GRADIENT_NAMES)
+    )
+
+
+def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
+    _, _, out, _, *call, needs = args
+    operands = Operands(*call[: len(OPERAND_NAMES)])
+    return tuple(
+        torch.empty_like(getattr(operands, name), memory_format=torch.contiguous_format) if need else out.new_empty(0)
+        for name, need in zip(GRADIENT_NAMES, needs, strict=True)
+    )
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.backend = inputs[-2]
+
+
+def _refuse_second_order(ctx: Any, *_: Tensor | None) -> None:
+    raise BackendUnavailable(
+        f"backend {ctx.backend!r} has no second derivative: its backward recomputes tile by tile; "
+        f"call with backend='reference', which is differentiable to any order"
+    )
+
+
+def _fold(tensor: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
+    """(b, ...) under vmap as (size * B, ...): the examples become part of the batch."""
+    examples = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return examples.expand(size, batch, *examples.shape[2:]).flatten(0, 1)
+
+
+def _folded_call(
+    size: int, batch: int, dims: tuple[int | None, ...], call: tuple[Any, ...], full: tuple[str, ...]
+) -> list[Any]:
+    """The operator's arguments with all examples in one batch; a shared b = 1 keeps broadcasting unless in `full`."""
+    folded: list[Any] = []
+    for name, tensor, dim in zip(OPERAND_NAMES, call, dims, strict=False):
+        if tensor is None or (dim is None and tensor.shape[:1] == (1,) and name not in full):
+            folded.append(tensor)
+        elif name == "seed":
+            # The index of the batch tells the examples apart, so one seed still gives each its own mask.
+            folded.append(tensor if dim is None else tensor.select(dim, 0))
+        else:
+            folded.append(_fold(tensor, dim, size, batch))
+    return folded + list(call[len(OPERAND_NAMES) :])
+
+
+_FULL = ("query", "key", "value", "bound_norms", "bound_centroids", "bound_radii")
+
+
+def _rows(tensor: Tensor, dim: int | None) -> int:
+    """The first size of one example."""
+    return tensor.shape[0] if dim is None else tensor.movedim(dim, 0).shape[1]
+
+
+def _vmap_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    size = info.batch_size
+    folded = _folded_call(size, _rows(args[0], in_dims[0]), in_dims, args, _FULL)
+    outputs = torch.ops.linbias.attention(*folded)
+    return tuple(tensor.unflatten(0, (size, -1)) for tensor in outputs), (0,) * len(outputs)
+
+
+def _vmap_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    size, needs = info.batch_size, args[-1]
+    call, dims = args[4:-1], in_dims[4:-1]
+    batch = _rows(call[0], dims[0])
+    saved = [
+        None if tensor is None else _fold(tensor, dim, size, batch)
+        for tensor, dim in zip(args[:4], in_dims[:4], strict=True)
+    ]
+    # Slopes shared by the batch still need a gradient an example.
+    folded = _folded_call(size, batch, dims, call, (*_FULL, "slopes", "future_slopes"))
+    outputs = torch.ops.linbias.attention_backward(*saved, *folded, needs)
+    unfolded: list[Tensor] = []
+    for name, need, gradient in zip(GRADIENT_NAMES, needs, outputs, strict=True):
+        if not need:
+            unfolded.append(gradient.expand(size, 0))
+            continue
+        place = OPERAND_NAMES.index(name)
+        examples = gradient.unflatten(0, (size, -1))
+        unfolded.append(examples.sum(1, keepdim=True) if _rows(call[place], dims[place]) == 1 else examples)
+    return tuple(unfolded), (0,) * len(unfolded)
+
+
+torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _forward)
+torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)
+torch.library.register_fake(_FORWARD, _fake_forward)
+torch.library.register_fake(_BACKWARD, _fake_backward)
+torch.library.register_autograd(_FORWARD, _differentiate, setup_context=_save)
+torch.library.register_autograd(_BACKWARD, _refuse_second_order, setup_context=_save_nothing)
+torch.library.register_vmap(_FORWARD, _vmap_forward)
+torch.library.register_vmap(_BACKWARD, _vmap_backward)

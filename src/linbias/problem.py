@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a backend is given: `Operands` (the tensors), `Options` (the numbers), `Problem` (facts from metadata).
+
+`attention.py` turns what the user said into these three. By then every default is resolved, every shape is in one
+form, and what an option means per token (rank, unbiased, segment) has become a tensor: a backend only evaluates
+pairs. Nothing here reads the value of a tensor.
+
+Shape legend, used everywhere inside: B batch, H query heads, G key/value heads, T queries, S keys, D head dim,
+V value dim, C coordinates. `b` in a shape is B or 1.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tensors of one call. Half-open choices are gone: shapes and dtypes are exactly as written here."""
+
+    query: Tensor
+    """(B, H, T, D), floating."""
+    key: Tensor
+    """(B, G, S, D), the query's dtype; H is a multiple of G and query head h reads key head h // (H // G)."""
+    value: Tensor
+    """(B, G, S, V), the query's dtype."""
+    slopes: Tensor
+    """(b, H), the accumulating dtype: for keys at or before the query, or at any distance under a metric."""
+    future_slopes: Tensor | None = None
+    """(b, H), the accumulating dtype: for later keys. None: as `slopes`."""
+    query_positions: Tensor | None = None
+    """(b, T) int64, or (b, T, C) in the accumulating dtype under a metric. None: S - T + i."""
+    key_positions: Tensor | None = None
+    """(b, S) int64 or (b, S, C); given exactly when query_positions is. None: j."""
+    query_segments: Tensor | None = None
+    """(b, T) int64; a query sees only keys of its own segment."""
+    key_segments: Tensor | None = None
+    """(b, S) int64; given exactly when query_segments is."""
+    key_mask: Tensor | None = None
+    """(b, S) bool; False: the key does not exist."""
+    attn_mask: Tensor | None = None
+    """bool, four dimensions, each full or 1: (B, H, T, S); False: hidden."""
+    key_ranks: Tensor | None = None
+    """(b, S) int64, the count of real keys before this one in its sequence and segment; given exactly when
+    sinks or prefix are used."""
+    query_unbiased: Tensor | None = None
+    """(b, T) bool; True: this query receives no bias. Given exactly when unbiased tokens are."""
+    key_unbiased: Tensor | None = None
+    """(b, S) bool; True: this key gives no bias."""
+    bound_norms: Tensor | None = None
+    """(B, G, ceil(S / block)): an upper bound of the key norms of each block, which a caller keeps beside a cache."""
+    bound_centroids: Tensor | None = None
+    """(B, G, ceil(S / block), D): the mean key of each block."""
+    bound_radii: Tensor | None = None
+    """(B, G, ceil(S / block)): an upper bound of the distances from the centroid; given when centroids are."""
+    seed: Tensor | None = None
+    """() int64: key of the dropout generator; given exactly when dropout_p > 0."""
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Every field in order, as the torch operators take them."""
+        return tuple([getattr(self, name) for name in OPERAND_NAMES])
+
+
+@dataclass(frozen=True)
+class Options:
+    """The numbers of one call, all resolved."""
+
+    causal: bool
+    """Keys later than the query are hidden."""
+    left: int | None
+    """How far back a query sees, inclusive; None: all the way."""
+    right: int | None
+    """How far ahead a query sees, inclusive; None: all the way."""
+    sinks: int
+    """Keys of rank below this escape the window."""
+    prefix: int
+    """Keys of rank below this escape `causal`."""
+    metric: str | None
+    """None for one-dimensional positions, or "euclidean", "manhattan"."""
+    scale: float
+    """Multiplies the dot product."""
+    softcap: float | None
+    """cap(x) = softcap * tanh(x / softcap); None: none."""
+    dropout_p: float
+    """The chance that a pair is dropped from the output."""
+    tolerance: float
+    """Largest share of a row's softmax weight that skipped keys may hold."""
+    bounds_block: int
+    """Keys per block of the key bounds; 0 when there are none."""
+
+    def values(self) -> tuple[bool | int | float | str | None, ...]:
+        """Every field in order, as the torch operators take them."""
+        return tuple([getattr(self, name) for name in OPTION_NAMES])
+
+
+OPERAND_NAMES = tuple(field.name for field in fields(Operands))
+OPTION_NAMES = tuple(field.name for field in fields(Options))
+
+
+def accumulating_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores, bias, softmax and lse: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Frozen facts of one call, from metadata alone: what `why_not` and the kernels decide by."""
+
+    options: Options
+    device: torch.device
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    explicit_positions: bool
+    """Positions are tensors rather than the default aligned ranges."""
+    transformed: bool
+    """A functorch gradient or forward-mode transform is active."""
+
+    @staticmethod
+    def of(operands: Operands, options: Options, *, transformed: bool = False) -> "Problem":
+        """Collect the facts; `operands` are already validated."""
+        batch, heads, queries, head_dim = operands.query.shape
+        kv_heads, keys, value_dim = operands.value.shape[1:]
+        return Problem(
+            options=options,
+            device=operands.query.device,
+            dtype=operands.query.dtype,
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            queries=queries,
+            keys=keys,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            explicit_positions=operands.query_positions is not None,
+            transformed=transformed,
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        """The dtype of scores, bias, softmax and lse."""
+        return accumulating_dtype(self.dtype)
+
+    @property
+    def default_tolerance(self) -> float:
+        """A quarter of the accumulator's eps: skipping that is invisible beside rounding."""
+        return torch.finfo(self.accumulator).eps / 4
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a backend's forward returns."""
+
+    out: Tensor
+    """(B, H, T, V), the query's dtype, rounded once."""
+    lse: Tensor
+    """(B, H, T), accumulating dtype, natural log; -inf where nothing is visible."""
+    skipped: Tensor
+    """(B, H, T), accumulating dtype: proven bound of the skipped share of the row's weight, <= tolerance."""
+    computed: Tensor
+    """(B, H) int64: query-key pairs whose score was evaluated."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a backend's backward returns; None for what was not asked."""
+
+    query: Tensor | None
+    """(B, H, T, D), the query's dtype."""
+    key: Tensor | None
+    """(B, G, S, D), the key's dtype."""
+    value: Tensor | None
+    """(B, G, S, V), the value's dtype."""
+    slopes: Tensor | None
+    """(b, H), accumulating dtype, summed over what `slopes` was broadcast to."""
+    future_slopes: Tensor | None
+    """(b, H), accumulating dtype."""
+
+
+def default_scale(head_dim: int) -> float:
+    """1 / sqrt(D)."""
+    return 1.0 / math.sqrt(head_dim)
+
+
+def transform_active() -> bool:
+    """Whether a functorch gradient or a forward-mode derivative is being taken, which only composite backends allow."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch.autograd.forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is None:  # pyright: ignore
+        return False
+    from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+
+    levels = {interpreter.key() for interpreter in retrieve_all_functorch_interpreters()}
+    kinds = torch._C._functorch.TransformType  # pyright: ignore
+    return bool(levels & {kinds.Grad, kinds.Jvp})

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a head can see: bounds of a tile's softmax weight, and the ledgers that decide which tiles may be skipped.
+
+Rows are judged in strips, keys in blocks. With p, r positions, m >= 0 the slope of a side, Z_i a proven lower bound of
+row i's whole weight and rho_J the largest key norm of block J, everything rests on one inequality for a block of n
+keys whose nearest distance to row i is d_iJ:
+
+    weight of J / Z_i  <=  exp(cap(|scale| |q_i| rho_J) - m d_iJ - log Z_i) * gamma
+
+with gamma = n, or (1 - e^(-m n)) / (1 - e^(-m)) for consecutive integer positions on one side. docs/proof.md derives
+it, and what follows from it for outputs and gradients, line by line.
+
+Everything here is linear in the length: norms and envelopes a row, then a table of strips x blocks whose size is
+capped, so that beyond some length several blocks are judged as one superblock.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._boxes import in_tiles
+from .checks import check_count, check_tensor
+from .problem import accumulating_dtype
+
+
+class KeyBounds(NamedTuple):
+    """What a caller keeps beside a cache so that keys can be skipped unread: upper bounds for each block of keys."""
+
+    norms: Tensor
+    """(B, G, ceil(S / block)): the largest key norm of the block, never below the true one."""
+    centroids: Tensor | None
+    """(B, G, ceil(S / block), D): the block's mean key; None: bound by norms alone."""
+    radii: Tensor | None
+    """(B, G, ceil(S / block)): the largest distance from the centroid, never below the true one."""
+    block: int
+    """Keys a block."""
+
+
+def key_bounds(key: Tensor, block: int = 64, *, centroids: bool = False) -> KeyBounds:
+    """Bounds for each block of ``block`` keys: norms, and optionally centroids and radii.
+
+    A score is at most ``|scale| |q| norm``, and at most ``scale <q, centroid> + |scale| |q| radius``; the second is the
+    tighter where the keys of a block resemble each other.
+
+    Args:
+        key: (B, G, S, D), floating.
+        block: keys a block, >= 1; the last block may hold fewer.
+        centroids: also compute centroids and radii.
+
+    Returns:
+        `KeyBounds` in the accumulating dtype: float64 for float64, else float32. A NaN or infinite key gives a NaN or
+        infinite bound, which is never skipped.
+
+    Raises:
+        TypeError, ValueError: a key that is not floating with four dimensions, or a block below 1.
+
+    >>> key_bounds(torch.tensor([[[[3.0, 4.0], [0.0, 1.0], [0.5, 0.0]]]]), block=2).norms.round(decimals=3).tolist()
+    [[[5.0, 0.5]]]
+    """
+    check_tensor("key", key)
+    if key.dim() != 4 or not key.is_floating_point():
+        raise ValueError(f"key must be floating with shape (B, G, S, D), got {key.dtype} {tuple(key.shape)}")
+    if check_count("block", block) < 1:
+        raise ValueError(f"block must be at least 1, got {block}; 64 is a good size")
+    norms = in_tiles(upper_norms(key).flatten(0, 1), block, 0.0).amax(-1).unflatten(0, key.shape[:2])
+    if not centroids:
+        return KeyBounds(norms, None, None, block)
+    wide = key.to(norms.dtype)
+    blocks = in_tiles(wide.flatten(0, 1), block, 0.0)
+    sizes = in_tiles(torch.ones_like(wide[0, :1, :, 0]), block, 0.0).sum(-1) if wide.numel() else norms.new_ones(1)
+    centers = (blocks.sum(2) / sizes[..., None]).unflatten(0, key.shape[:2])
+    # The subtraction rounds each coordinate by at most eps times the coordinate it started from.
+    slack = 2 * torch.finfo(norms.dtype).eps * norms
+    spread = upper_norms(wide - centers.repeat_interleave(block, 2)[:, :, : key.shape[2]])
+    radii = in_tiles(spread.flatten(0, 1), block, 0.0).amax(-1).unflatten(0, key.shape[:2]) + slack
+    return KeyBounds(norms, centers, radii, block)
+
+
+def reach(slopes: Tensor, *, tolerance: float, content: float | Tensor = 0.0) -> Tensor:
+    """How far each head reaches: the smallest integer R >= 0 with ``exp(content - m (R + 1)) / (1 - exp(-m)) <= tolerance``.
+
+    All keys further than R positions away on one side together weigh at most ``tolerance`` of the softmax, if the score
+    of none exceeds the row's log-sum-exp by more than ``content`` before the bias.
+
+    Args:
+        slopes: any shape, floating: the m.
+        tolerance: share of the weight, >= 0.
+        content: bound of ``score before bias - log Z``, broadcastable to slopes.
+
+    Returns:
+        float64, the shape of slopes and content broadcast: whole numbers, and inf where nothing bounds the reach
+        (m <= 0, or tolerance 0 with a finite slope).
+
+    Raises:
+        TypeError, ValueError: slopes that are not floating, or a tolerance below 0.
+
+    >>> reach(torch.tensor([0.5, 0.00390625, 0.0]), tolerance=2**-25).tolist()
+    [36.0, 5857.0, inf]
+    """
+    check_tensor("slopes", slopes)
+    if not slopes.is_floating_point():
+        raise TypeError(f"slopes must be floating, got {slopes.dtype}")
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance must be at least 0, got {tolerance}")
+    slope = slopes.double()
+    limit = math.log(tolerance) if tolerance > 0 else -math.inf
+    excess = torch.as_tensor(content, dtype=torch.float64, device=slope.device) - tail_log(slope) - limit
+    distance = (excess / slope).ceil().sub(1).clamp_min(0)
+    distance = torch.where(slope == torch.inf, 0.0, distance)
+    return torch.where(slope > 0, distance, torch.inf)
+
+
+def tail_log(slope: Tensor) -> Tensor:
+    """log(1 - e^(-m)): minus the log of the sum of an endless geometric tail; -inf for m <= 0."""
+    return torch.where(slope > 0, torch.log(-torch.expm1(-slope)), -torch.inf)
+
+
+def upper_norms(vectors: Tensor) -> Tensor:
+    """Euclidean norms over the last dimension, in the accumulating dtype, never below the true ones.
+
+    NaN and inf stay what they are; squares can neither underflow nor overflow unnoticed.
+    """
+    dtype = accumulating_dtype(vectors.dtype)
+    dim, info = vectors.shape[-1], torch.finfo(dtype)
+    if vectors.numel() == 0:
+        return vectors.new_zeros(vectors.shape[:-1], dtype=dtype)
+    wide = vectors.to(dtype)
+    inflation = 1 + (dim / 2 + 8) * info.eps
+    norms = torch.linalg.vector_norm(wide, dim=-1)
+    # Reading a value is free on the CPU; elsewhere it would wait, and it cannot be traced.
+    if norms.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = torch.aminmax(norms)
+        if low > 1e-15 and high < 1e15:
+            return norms * inflation
+    peak = wide.abs().amax(-1)
+    unit = torch.where((peak > 0) & (peak < torch.inf), peak, 1.0)
+    scaled = unit * torch.linalg.vector_norm(wide / unit.unsqueeze(-1), dim=-1)
+    return scaled * inflation + info.tiny * math.sqrt(dim)
