@@ -121,6 +121,27 @@ void forward(const nb::tuple& sizes, const nb::tuple& options, const nb::tuple& 
   kernels.forward(call, result);
 }
 
+// saved: views of out, grad_out, lse, grad_lse; results: addresses of the gradients of query, key, value, slopes and
+// future slopes, None where not wanted.
+void backward(const nb::tuple& sizes, const nb::tuple& options, const nb::tuple& operands, const nb::tuple& saved,
+              const nb::tuple& results, const char* variant) {
+  const Kernels& kernels = kernels_named(variant);
+  const Call call = read_call(sizes, options, operands);
+  const int64_t rows[] = {call.B, call.H, call.T, call.V};
+  BackwardCall back;
+  read_array(saved[0], "out", 4, rows, back.out);
+  read_array(saved[1], "grad_out", 4, rows, back.grad_out);
+  read_array(saved[2], "lse", 3, rows, back.lse);
+  read_array(saved[3], "grad_lse", 3, rows, back.grad_lse);
+  back.grad_query = address(results[0]);
+  back.grad_key = address(results[1]);
+  back.grad_value = address(results[2]);
+  back.grad_slopes = address(results[3]);
+  back.grad_future_slopes = address(results[4]);
+  nb::gil_scoped_release release;
+  kernels.backward(call, back);
+}
+
 bool has_variant(const char* name) { return find_kernels(name) != nullptr; }
 
 }  // namespace
@@ -129,6 +150,8 @@ bool has_variant(const char* name) { return find_kernels(name) != nullptr; }
 NB_MODULE(_native, m) {
   m.def("forward", &linbias::forward, nb::arg("sizes"), nb::arg("options"), nb::arg("operands"), nb::arg("results"),
         nb::arg("variant") = "");
+  m.def("backward", &linbias::backward, nb::arg("sizes"), nb::arg("options"), nb::arg("operands"), nb::arg("saved"),
+        nb::arg("results"), nb::arg("variant") = "");
   m.def("has_variant", &linbias::has_variant, nb::arg("name"));
   m.def("variant", [] { return std::string(linbias::best_kernels().name); });
 }

@@ -38,29 +38,32 @@ LINBIAS_INLINE void direct_block(const C* query, int64_t query_row, const C* key
     }
 }
 
-template <class C, int R>
+// `ahead(first, last)` is called before keys [first, last) are multiplied, to ask for memory that is needed next.
+template <class C, int R, class Ahead>
 inline void direct_rows(const C* query, int64_t query_row, const C* keys, int64_t key_row, int count, int64_t D,
-                        C* scores, int64_t score_row) {
+                        C* scores, int64_t score_row, const Ahead& ahead) {
   // Enough sums at once to hide the latency of the products.
   constexpr int J = R == 1 ? 8 : R == 2 ? 4 : 2;
   int j = 0;
-  for (; j + J <= count; j += J)
+  for (; j + J <= count; j += J) {
+    ahead(j, j + J);
     direct_block<C, R, J>(query, query_row, keys + j * key_row, key_row, D, scores + j, score_row);
+  }
   for (; j < count; ++j)
     direct_block<C, R, 1>(query, query_row, keys + j * key_row, key_row, D, scores + j, score_row);
 }
 
 // The same for 1 <= rows <= kStrip and any count of keys.
-template <class C>
+template <class C, class Ahead>
 inline void direct_dots(const C* query, int64_t query_row, int rows, const C* keys, int64_t key_row, int count,
-                        int64_t D, C* scores, int64_t score_row) {
+                        int64_t D, C* scores, int64_t score_row, const Ahead& ahead) {
   switch (rows) {
-    case 1: return direct_rows<C, 1>(query, query_row, keys, key_row, count, D, scores, score_row);
-    case 2: return direct_rows<C, 2>(query, query_row, keys, key_row, count, D, scores, score_row);
-    case 3: return direct_rows<C, 3>(query, query_row, keys, key_row, count, D, scores, score_row);
-    case 4: return direct_rows<C, 4>(query, query_row, keys, key_row, count, D, scores, score_row);
-    case 5: return direct_rows<C, 5>(query, query_row, keys, key_row, count, D, scores, score_row);
-    default: return direct_rows<C, kStrip>(query, query_row, keys, key_row, count, D, scores, score_row);
+    case 1: return direct_rows<C, 1>(query, query_row, keys, key_row, count, D, scores, score_row, ahead);
+    case 2: return direct_rows<C, 2>(query, query_row, keys, key_row, count, D, scores, score_row, ahead);
+    case 3: return direct_rows<C, 3>(query, query_row, keys, key_row, count, D, scores, score_row, ahead);
+    case 4: return direct_rows<C, 4>(query, query_row, keys, key_row, count, D, scores, score_row, ahead);
+    case 5: return direct_rows<C, 5>(query, query_row, keys, key_row, count, D, scores, score_row, ahead);
+    default: return direct_rows<C, kStrip>(query, query_row, keys, key_row, count, D, scores, score_row, ahead);
   }
 }
 

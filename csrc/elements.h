@@ -110,4 +110,13 @@ inline void widen_row(const X* in, int64_t step, int64_t n, C* out) {
   for (; i < n; ++i) out[i] = widen(in[i * step]);
 }
 
+// The same, times `factor`.
+template <class X, class C>
+inline void scale_row(const X* in, int64_t step, int64_t n, C factor, C* out) {
+  int64_t i = 0;
+  if (step == 1)
+    for (; i + kLanes<C> <= n; i += kLanes<C>) store<C>(out + i, load_widened<C>(in + i) * factor);
+  for (; i < n; ++i) out[i] = widen(in[i * step]) * factor;
+}
+
 }  // namespace linbias::LINBIAS_VARIANT

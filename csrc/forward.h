@@ -41,10 +41,10 @@ class ForwardWorker {
 
   void reset(const Shared<X, C>& shared, const ForwardResult& result, int64_t slots, bool direct) {
     shared_ = &shared, call_ = &shared.call, result_ = result;
-    const int64_t rows = direct ? round_up(kDirectRows, kStrip) : kRows;
-    query_.reset(rows * call_->D, true);
-    scores_.reset(rows * kTile, true);
-    out_.reset(rows * shared.value_width, true);
+    const int64_t rows = tile_capacity(*call_, shared.tiling);
+    query_.reset(rows * call_->D);
+    scores_.reset(rows * kTile);
+    out_.reset(rows * shared.value_width);
     spare_.reset(kTile * shared.value_width);
     direct_ = direct;
     const bool keys_in_place = sizeof(X) == sizeof(C) && call_->key.stride[3] == 1;
@@ -98,7 +98,7 @@ class ForwardWorker {
     cache_.bind(*call_, b, g);
     ledger_.clear(rows_);
     started_ = 0;
-    spare_tile_ = -1;
+    spare_tile_ = next_tile_ = -1;
     for (int s = 0; s < rows_.strips; ++s) computed_[s] = 0;
     read_query();
     ledger_.arm(*call_, rows_, shared_->tree, shared_->bounds, norms_);
@@ -109,14 +109,15 @@ class ForwardWorker {
     const Array<X> query = call_->query.template as<X>();
     const C factor = C(call_->has_softcap ? call_->scale / call_->softcap : call_->scale);
     const int64_t D = call_->D;
-    const bool judged = shared_->bounds.active() && shared_->bounds.norms();
+    const bool judged = shared_->bounds.norms();
     for (int r = 0; r < rows_.rows; ++r) {
       const X* row = query.at(rows_.b, rows_.head[r], rows_.query[r]);
       C* packed = query_.data() + r * D;
       if (judged) norms_[r] = norm_bound<X, C>(row, query.stride[3], D);
-      widen_row<X, C>(row, query.stride[3], D, packed);
-      for (int64_t d = 0; d < D; ++d) packed[d] *= factor;
+      scale_row<X, C>(row, query.stride[3], D, factor, packed);
     }
+    const int64_t padding = rows_.strips * kStrip - rows_.rows;
+    std::memset(query_.data() + rows_.rows * D, 0, static_cast<std::size_t>(padding * D) * sizeof(C));
   }
 
   void expand(Frontier<C>& frontier, int level, int64_t first, int64_t last, uint32_t mask) {
@@ -179,6 +180,7 @@ class ForwardWorker {
       }
       Node<C>& node = survivors_[near];
       node.mask &= ~judge(node);
+      next_tile_ = near > far ? survivors_[near - 1].index : -1;
       if (node.mask != 0) visit(node.index, node.mask);
     }
   }
@@ -189,6 +191,10 @@ class ForwardWorker {
     const KeySpan& span = span_of(0, tile);
     const Sight whole = sight(*call_, rows_.span, span);
     keys_.begin(*call_, rows_, span, tile);
+    calm_ = 0;
+    if (shared_->bounds.norms())
+      calm_ = ledger_.calm_strips(shared_->bounds, shared_->bounds.rho(rows_.b, rows_.g, tile));
+    trim(tile, mask);
     everywhere_ = false;
     std::memset(touched_, 0, sizeof touched_);
     uint32_t active = 0;
@@ -197,17 +203,39 @@ class ForwardWorker {
     if (active) accumulate(tile, active);
   }
 
+  // Strips at the edge of their reach need only the near panels of a tile: charges the others, farthest first.
+  void trim(int64_t tile, uint32_t mask) {
+    for (int s = 0; s < rows_.strips; ++s) kept_[s] = {0, keys_.count};
+    const KeySpan& span = *keys_.span;
+    const bool past = rows_.span.low > span.high, future = rows_.span.high < span.low;
+    if (!ledger_.judging || !span.consecutive() || !(past || future)) return;
+    const C rho = shared_->bounds.rho(rows_.b, rows_.g, tile);
+    KeySpan panel = span;
+    const int panels = int(ceil_div(keys_.count, kPanel<C>));
+    for (int n = 0; n < panels && mask; ++n) {
+      const int p = past ? n : panels - 1 - n;
+      panel.low = span.low + p * kPanel<C>;
+      panel.high = lesser(span.high, panel.low + kPanel<C> - 1);
+      mask = ledger_.judge(rows_, shared_->bounds, panel, -1, rho, C(0), mask);
+      for (int s = 0; s < rows_.strips; ++s)
+        if (mask >> s & 1) (past ? kept_[s].first : kept_[s].last) = past ? (p + 1) * kPanel<C> : p * kPanel<C>;
+    }
+  }
+
   // Scores, weights and sums of one strip; false if it contributes nothing to out.
   bool score_strip(int64_t tile, int s, Sight whole) {
     const Sight seen = whole == Sight::all ? whole : sight(*call_, rows_.strip[s], *keys_.span);
     if (seen == Sight::none) return false;
-    const Sight mask = call_->attn_mask ? mask_sight(s) : Sight::all;
+    const Sight mask = call_->attn_mask ? mask_sight(*call_, rows_, keys_, s) : Sight::all;
     if (mask == Sight::none) return false;
-    Range range{0, keys_.count};
-    if (seen == Sight::some) range = visible_range(*call_, rows_.strip[s], *keys_.span, keys_.count);
+    Range range = kept_[s];
+    if (seen == Sight::some) {
+      const Range visible = visible_range(*call_, rows_.strip[s], *keys_.span, keys_.count);
+      range = {greater(range.first, visible.first), lesser(range.last, visible.last)};
+    }
     if (range.first >= range.last) return false;
     range_[s] = range;
-    cache_.prefetch_values(tile, s * kTile / kStrips, kTile / kStrips);
+    if (!direct_) cache_.prefetch_values(tile, s * kTile / kStrips, (s + 1) * kTile / kStrips);
     const int first = range.first / kPanel<C>, last = int(ceil_div(range.last, kPanel<C>));
     dot_products(tile, s, first, last);
     computed_[s] += lesser(keys_.count, last * kPanel<C>) - first * kPanel<C>;
@@ -217,20 +245,6 @@ class ForwardWorker {
       case Form::biased: return soften<Form::biased>(s, first, last, seen, masked);
       default: return soften<Form::examined>(s, first, last, seen, masked);
     }
-  }
-
-  // What attn_mask alone says about a strip and the tile.
-  Sight mask_sight(int s) const {
-    const Array<uint8_t>& mask = call_->attn_mask;
-    bool none = true, all = true;
-    for (int r = s * kStrip; r < s * kStrip + rows_.strip_rows(s); ++r) {
-      const uint8_t* row = mask.at(rows_.b, rows_.head[r], rows_.query[r], keys_.first);
-      const int64_t step = mask.stride[3];
-      int count = 0;
-      for (int j = 0; j < keys_.count; ++j) count += row[j * step] != 0;
-      none = none && count == 0, all = all && count == keys_.count;
-    }
-    return none ? Sight::none : all ? Sight::all : Sight::some;
   }
 
   void dot_products(int64_t tile, int s, int first, int last) {
@@ -247,66 +261,114 @@ class ForwardWorker {
     const Rows<X>& all = cache_.key_rows();
     const int64_t D = call_->D;
     const int count = lesser(end, keys_.count) - begin;
+    const auto ahead = [&](int first, int last) __attribute__((always_inline)) {
+      cache_.prefetch_values(tile, begin + first, begin + last);
+      if (next_tile_ >= 0) cache_.prefetch_keys(next_tile_, begin + first, begin + last);
+    };
     if (spare_keys_.size() == 0 && sizeof(X) == sizeof(C)) {
       const C* keys = reinterpret_cast<const C*>(all.at(tile * kTile + begin));
-      direct_dots<C>(query, D, rows, keys, all.row, count, D, scores, kTile);
+      direct_dots<C>(query, D, rows, keys, all.row, count, D, scores, kTile, ahead);
     } else {
       if (spare_tile_ != tile) pack_rows<X, C>(all, tile * kTile, keys_.count, D, D, spare_keys_.data());
       spare_tile_ = tile;
-      direct_dots<C>(query, D, rows, spare_keys_.data() + begin * D, D, count, D, scores, kTile);
+      direct_dots<C>(query, D, rows, spare_keys_.data() + begin * D, D, count, D, scores, kTile, ahead);
     }
     // Columns beyond the last key are hidden later, whatever they hold; they must hold something.
     for (int r = 0; r < rows; ++r)
       for (int j = count; j < end - begin; ++j) scores[r * kTile + j] = 0;
   }
 
-  // From dot products to weights: cap, bias and visibility; the second look; the running softmax.
+  // The scores of one row of a strip, vector by vector: cap, bias and visibility.
+  template <Form F>
+  struct Line {
+    ForwardWorker& worker;
+    const Examiner<C> examine;
+    const int strip;
+    const bool capped;
+    const C cap;
+
+    Line(ForwardWorker& w, int s, Filled filled)
+        : worker(w), examine(*w.call_, w.rows_, w.keys_, w.pairs_, filled), strip(s), capped(w.call_->has_softcap),
+          cap(C(w.call_->softcap)) {}
+
+    // Vector j of row r, whose dot products are x.
+    LINBIAS_INLINE Vec<C> operator()(Vec<C> x, int r, int j) const {
+      const int row = strip * kStrip + r;
+      if (capped) x = tanh_lanes<C>(x) * cap;
+      if constexpr (F == Form::biased)
+        x -= worker.rows_.past[row] * absolute<C>(worker.rows_.relative[row] - load<C>(worker.keys_.relative + j));
+      if constexpr (F == Form::examined) {
+        Mask<C> visible;
+        x = examine(x, r, row, j, visible);
+        visible |= load_mask<C>(worker.touched_ + j);
+        std::memcpy(worker.touched_ + j, &visible, sizeof visible);
+      }
+      return x;
+    }
+  };
+
+  // From dot products to weights; the second look; the running softmax.
   template <Form F>
   bool soften(int s, int first, int last, Sight seen, bool masked) {
-    constexpr int W = kPanel<C>, L = kLanes<C>;
-    const int strip_rows = rows_.strip_rows(s), begin = first * W, end = last * W;
-    C* scores = scores_.data() + s * kStrip * kTile;
-    C peak[kStrip];
+    const int begin = first * kPanel<C>, end = last * kPanel<C>;
     Filled filled{false, false};
     if constexpr (F == Form::examined) {
       keys_.prepare(*call_, rows_.b);
       filled = fill_pairs(*call_, rows_, keys_, s, seen, masked, pairs_);
+    } else {
+      everywhere_ = true;
     }
-    const Examiner<C> examine(*call_, rows_, keys_, pairs_, filled);
-    const bool capped = call_->has_softcap;
-    const C cap = C(call_->softcap);
-    for (int r = 0; r < strip_rows; ++r) {
-      const int row = s * kStrip + r;
-      C* line = scores + r * kTile;
+    const Line<F> line(*this, s, filled);
+    const bool look = ledger_.worth_looking(shared_->bounds, rows_, s, *keys_.span);
+    if (!look && calm_ >> s & 1) {
+      weigh_calm(s, begin, end, line);
+    } else {
+      C peak[kStrip];
+      score_lines(s, begin, end, line, peak);
+      if (look && second_look(s, begin, end, peak)) return false;
+      weigh(s, begin, end, peak);
+    }
+    if (shared_->dropout.active()) drop(s, begin, end);
+    return true;
+  }
+
+  // Scores in place of dot products; the largest of each row.
+  template <Form F>
+  void score_lines(int s, int begin, int end, const Line<F>& line, C* peak) {
+    C* scores = scores_.data() + s * kStrip * kTile;
+    for (int r = 0; r < rows_.strip_rows(s); ++r) {
       Vec<C> best = splat<C>(-kInf<C>);
-      const Vec<C> position = splat<C>(rows_.relative[row]), slope = splat<C>(rows_.past[row]);
-      for (int j = begin; j < end; j += L) {
-        Vec<C> x = load<C>(line + j);
-        if (capped) x = tanh_lanes<C>(x) * cap;
-        if constexpr (F == Form::biased) x -= slope * absolute<C>(position - load<C>(keys_.relative + j));
-        if constexpr (F == Form::examined) {
-          Mask<C> visible;
-          x = examine(x, r, row, j, visible);
-          visible |= load_mask<C>(touched_ + j);
-          std::memcpy(touched_ + j, &visible, sizeof visible);
-        }
-        store<C>(line + j, x);
+      for (int j = begin; j < end; j += kLanes<C>) {
+        const Vec<C> x = line(load<C>(scores + r * kTile + j), r, j);
+        store<C>(scores + r * kTile + j, x);
         best = max_keep<C>(x, best);
       }
       peak[r] = max_lanes<C>(best);
     }
-    if (F != Form::examined) everywhere_ = true;
-    if (second_look(s, begin, end, peak)) return false;
-    weigh(s, begin, end, peak);
-    return true;
+  }
+
+  // Weights in place of dot products, relative to the tops as they are.
+  template <Form F>
+  void weigh_calm(int s, int begin, int end, const Line<F>& line) {
+    C* scores = scores_.data() + s * kStrip * kTile;
+    rescaled_[s] = false;
+    for (int r = 0; r < rows_.strip_rows(s); ++r) {
+      const Vec<C> top = splat<C>(ledger_.top[r * kStrips + s]);
+      Vec<C> sum = {};
+      for (int j = begin; j < end; j += kLanes<C>) {
+        const Vec<C> w = exp_lanes<C>(line(load<C>(scores + r * kTile + j), r, j) - top);
+        sum += w;
+        store<C>(scores + r * kTile + j, w);
+      }
+      ledger_.weight[r * kStrips + s] += sum_lanes<C>(sum);
+    }
   }
 
   // Whether the scores just computed prove that the strip may leave these keys out.
   bool second_look(int s, int begin, int end, const C* peak) {
     C total[kStrip];
     const int strip_rows = rows_.strip_rows(s);
-    if (!ledger_.judging || !ledger_.fits_computed(shared_->bounds, s, strip_rows, peak, end - begin, total))
-      return false;
+    if (!ledger_.fits_computed(shared_->bounds, s, strip_rows, peak, end - begin, total)) return false;
     // A peak is the largest number and does not see NaN, which must reach the output.
     const C* scores = scores_.data() + s * kStrip * kTile;
     Mask<C> nan = {};
@@ -332,13 +394,12 @@ class ForwardWorker {
       Vec<C> sum = {};
       const Vec<C> shift = splat<C>(base[r]);
       for (int j = begin; j < end; j += L) {
-        const Vec<C> w = exp_nonpositive<C>(load<C>(line + j) - shift);
+        const Vec<C> w = exp_lanes<C>(load<C>(line + j) - shift);
         sum += w;
         store<C>(line + j, w);
       }
       ledger_.weight[r * kStrips + s] += sum_lanes<C>(sum);
     }
-    if (shared_->dropout.active()) drop(s, begin, end);
   }
 
   // Raises the tops of a strip to its peaks and rescales what was summed before. base: what scores are relative to.
@@ -356,7 +417,7 @@ class ForwardWorker {
     C* scale = scale_ + s * kStrip;
     rescaled_[s] = !same;
     if (same) return;
-    for (int v = 0; v < width; v += kLanes<C>) store<C>(shrink + v, exp_nonpositive<C>(load<C>(shrink + v)));
+    for (int v = 0; v < width; v += kLanes<C>) store<C>(shrink + v, exp_lanes<C>(load<C>(shrink + v)));
     for (int r = 0; r < rows_.strip_rows(s); ++r) {
       scale[r] = shrink[r];
       ledger_.weight[r * kStrips + s] *= shrink[r];
@@ -456,21 +517,37 @@ class ForwardWorker {
   }
 
   void finish() {
-    const int64_t T = call_->T, H = call_->H, V = call_->V, width = shared_->value_width;
+    const int64_t T = call_->T, H = call_->H, width = shared_->value_width;
     for (int row = 0; row < rows_.rows; ++row) {
       const int i = Ledger<C>::at(row);
       const C weight = ledger_.weight[i];
       const bool blind = weight == 0;
       const int64_t index = (rows_.b * H + rows_.head[row]) * T + rows_.query[row];
       const bool empty = blind || !(started_ >> (row / kStrip) & 1);
-      const C factor = empty ? C(0) : C(shared_->dropout.scale()) / weight;
-      X* out = static_cast<X*>(result_.out) + index * V;
-      const C* sum = out_.data() + row * width;
-      for (int64_t d = 0; d < V; ++d) narrow(empty ? C(0) : sum[d] * factor, out + d);
-      static_cast<C*>(result_.lse)[index] =
-          blind ? -kInf<C> : C(double(ledger_.top[i]) + std::log(double(weight)));
+      write_row(out_.data() + row * width, empty ? C(0) : C(shared_->dropout.scale()) / weight, empty,
+                static_cast<X*>(result_.out) + index * call_->V);
+      static_cast<C*>(result_.lse)[index] = blind ? -kInf<C> : ledger_.top[i] + std::log(weight);
       static_cast<C*>(result_.skipped)[index] = blind ? C(0) : ledger_.spent[i] / weight;
-      __atomic_fetch_add(result_.computed + rows_.b * H + rows_.head[row], computed_[row / kStrip], __ATOMIC_RELAXED);
+    }
+    count_pairs();
+  }
+
+  void write_row(const C* sum, C factor, bool empty, X* out) const {
+    const int64_t V = call_->V;
+    if (empty)
+      for (int64_t d = 0; d < V; ++d) narrow(C(0), out + d);
+    else
+      for (int64_t d = 0; d < V; ++d) narrow(sum[d] * factor, out + d);
+  }
+
+  void count_pairs() const {
+    int64_t* computed = result_.computed + rows_.b * call_->H;
+    int64_t pairs = 0;
+    for (int row = 0; row < rows_.rows; ++row) {
+      pairs += computed_[row / kStrip];
+      if (row + 1 < rows_.rows && rows_.head[row + 1] == rows_.head[row]) continue;
+      __atomic_fetch_add(computed + rows_.head[row], pairs, __ATOMIC_RELAXED);
+      pairs = 0;
     }
   }
 
@@ -485,17 +562,19 @@ class ForwardWorker {
   Frontier<C> frontier_;
   Buffer<Node<C>> survivors_;
   int64_t survived_ = 0, spare_tile_ = -1;
+  int64_t next_tile_ = -1;  // the tile to be visited after this one, as far as known
   bool direct_ = false;
   Buffer<C> query_, scores_, out_, spare_, spare_keys_;
   C norms_[kRows];
   C scale_[kRows] = {};
   bool rescaled_[kStrips];
-  Range range_[kStrips];
+  Range range_[kStrips], kept_[kStrips];
   int64_t computed_[kStrips];
   uint32_t started_ = 0;  // strips whose rows of out_ hold something
   // Keys of the current tile that some row of an examined strip sees; everywhere_: some strip sees them all.
   alignas(64) typename Simd<C>::Int touched_[kTile];
   bool everywhere_ = false;
+  uint32_t calm_ = 0;  // strips that need no new top for the current tile
 };
 
 }  // namespace linbias::LINBIAS_VARIANT

@@ -10,23 +10,13 @@ namespace linbias::LINBIAS_VARIANT {
 // Packed tiles that all workers together may keep.
 constexpr int64_t kCacheBytes = int64_t(32) << 20;
 
-// Whether knowing norms can pay: some head forgets with distance.
-template <class C>
-inline bool some_head_forgets(const Call& call) {
-  const Array<C> slopes = call.slopes.as<C>(), later = call.future_slopes.as<C>();
-  for (int64_t b = 0; b < (slopes.stride[0] || (later && later.stride[0]) ? call.B : 1); ++b)
-    for (int64_t h = 0; h < call.H; ++h)
-      if (*slopes.at(b, h) > 0 || (later && *later.at(b, h) > 0)) return true;
-  return false;
-}
-
 // Norms of all key tiles, by the caller's account of them where there is one. Reading every key costs what a decode
 // step costs altogether, so a few rows are judged only by norms that are already there.
 template <class X, class C>
 inline void measure_keys(Shared<X, C>& shared, bool few_rows) {
   const Call& call = shared.call;
   shared.bounds.begin(call, shared.tree);
-  if (!shared.bounds.active() || !some_head_forgets<C>(call) || (few_rows && !call.bound_norms)) return;
+  if (shared.tree.count(0) <= 2 || (few_rows && !call.bound_norms)) return;
   shared.bounds.allocate_norms(call);
   constexpr int64_t chunk = 64;  // tiles a task
   const int64_t heads = call.B * call.G, chunks = ceil_div(shared.tree.count(0), chunk);

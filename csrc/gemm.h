@@ -41,14 +41,7 @@ LINBIAS_INLINE void gemm_block(Left<C> a, Right<C> b, Target<C> c, int64_t K) {
 #pragma GCC unroll 8
   for (int i = 0; i < R; ++i)
 #pragma GCC unroll 16
-    for (int j = 0; j < P * N; ++j) {
-      if constexpr (M == Into::zero) {
-        acc[i][j] = Vec<C>{};
-      } else {
-        acc[i][j] = load<C>(c.data + i * c.row + (j / N) * c.panel + (j % N) * L);
-        if constexpr (M == Into::scaled) acc[i][j] *= c.scale[i];
-      }
-    }
+    for (int j = 0; j < P * N; ++j) acc[i][j] = Vec<C>{};
   const C* low = a.data;                                   // rows 0..2
   const C* high = a.data + (R > 3 ? 3 * a.row : 0);        // rows 3..5, so that every address is base + 0|1|2 * row
   const C* right = b.data;
@@ -70,7 +63,13 @@ LINBIAS_INLINE void gemm_block(Left<C> a, Right<C> b, Target<C> c, int64_t K) {
 #pragma GCC unroll 8
   for (int i = 0; i < R; ++i)
 #pragma GCC unroll 16
-    for (int j = 0; j < P * N; ++j) store<C>(c.data + i * c.row + (j / N) * c.panel + (j % N) * L, acc[i][j]);
+    for (int j = 0; j < P * N; ++j) {
+      C* place = c.data + i * c.row + (j / N) * c.panel + (j % N) * L;
+      // What is there comes last: a sum of short sums rounds less than one long chain.
+      if constexpr (M == Into::add) acc[i][j] += load<C>(place);
+      if constexpr (M == Into::scaled) acc[i][j] += load<C>(place) * c.scale[i];
+      store<C>(place, acc[i][j]);
+    }
 }
 
 // Panels taken at once by R rows: as many accumulators as the registers hold beside the operands.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The entry points of one variant. Compiled once per vector width; see variant.h.
+#include "backward_pass.h"
 #include "forward_pass.h"
 
 namespace linbias::LINBIAS_VARIANT {
@@ -17,10 +18,19 @@ void forward(const Call& call, const ForwardResult& result) {
   }
 }
 
+void backward(const Call& call, const BackwardCall& back) {
+  switch (call.dtype) {
+    case DType::f32: return backward_pass<float>(call, back);
+    case DType::f64: return backward_pass<double>(call, back);
+    case DType::bf16: return backward_pass<Bf16>(call, back);
+    case DType::f16: return backward_pass<Half>(call, back);
+  }
+}
+
 }  // namespace
 
 const Kernels& kernels() {
-  static const Kernels table = {LINBIAS_TEXT(LINBIAS_VARIANT), forward, nullptr};
+  static const Kernels table = {LINBIAS_TEXT(LINBIAS_VARIANT), forward, backward};
   return table;
 }
 

@@ -20,28 +20,30 @@ class Bounds {
   bool active() const { return active_; }
   bool norms() const { return norms_.size() > 0; }
   C rho(int64_t b, int64_t g, int64_t node) const { return norms_[(b * G_ + g) * nodes_ + node]; }
-  // Of head h of item b; side 0: past, 1: future.
+  // Of head h of item b; side 0: past, 1: future. Level -1 is a panel of a tile.
   C log_gamma(int64_t b, int64_t h, int level, int side) const {
-    return gamma_[(((items_ == 1 ? 0 : b) * H_ + h) * levels_ + level) * 2 + side];
+    return gamma_[(((items_ == 1 ? 0 : b) * H_ + h) * (levels_ + 1) + level + 1) * 2 + side];
   }
   // log of the keys of a node of this level.
-  C log_count(int level) const { return log_count_[level]; }
+  C log_count(int level) const { return log_count_[level + 1]; }
   // Turns |q| rho into a bound of |score|, its own rounding included.
   C norm_scale() const { return norm_scale_; }
   C softcap() const { return softcap_; }
   C tolerance() const { return tolerance_; }
+  C log_tolerance() const { return log_tolerance_; }
 
   // Everything but the norms.
   void begin(const Call& call, const KeyTree<C>& tree) {
-    active_ = call.tolerance > 0 && call.S > 0;
-    if (!active_) return;
+    // Within two tiles there is nothing to skip that would repay the account.
+    active_ = call.tolerance > 0 && tree.count(0) > 2;
     G_ = call.G, H_ = call.H, nodes_ = tree.nodes(), levels_ = tree.levels();
     constexpr double eps = sizeof(C) == 4 ? 1.2e-7 : 2.3e-16;
     norm_scale_ = C(std::fabs(call.scale) * (1 + (2 * double(call.D) + 16) * eps));
     softcap_ = call.has_softcap ? C(std::fabs(call.softcap) * (1 + 16 * eps)) : kInf<C>;
     // A little less than asked: the weights that bounds are compared with carry rounding of their own.
     tolerance_ = C(call.tolerance * (1 - 1e-5));
-    fill_gamma(call);
+    log_tolerance_ = C(std::log(call.tolerance));
+    if (active_) fill_gamma(call);
   }
 
   // Norms of the tiles of one (b, g), then of the nodes above.
@@ -87,21 +89,26 @@ class Bounds {
   void allocate_norms(const Call& call) { norms_.reset(call.B * call.G * nodes_); }
 
  private:
+  static double keys_of(int level) {
+    double n = level < 0 ? kPanel<C> : kTile;
+    for (; level > 0; --level) n *= kFan;
+    return n;
+  }
+
   void fill_gamma(const Call& call) {
     const Array<C> slopes = call.slopes.as<C>(), later = call.future_slopes.as<C>();
     items_ = slopes.stride[0] == 0 && (!later || later.stride[0] == 0) ? 1 : call.B;
-    gamma_.reset(items_ * H_ * levels_ * 2);
-    double n = kTile;
-    for (int level = 0; level < levels_; ++level, n *= kFan) log_count_[level] = C(std::log(n) + 4e-6);
+    gamma_.reset(items_ * H_ * (levels_ + 1) * 2);
+    for (int level = -1; level < levels_; ++level) log_count_[level + 1] = C(std::log(keys_of(level)) + 4e-6);
     for (int64_t b = 0; b < items_; ++b)
       for (int64_t h = 0; h < H_; ++h)
         for (int side = 0; side < 2; ++side) {
           const double m = side && later ? double(*later.at(b, h)) : double(*slopes.at(b, h));
-          double n = kTile;
-          for (int level = 0; level < levels_; ++level, n *= kFan) {
+          for (int level = -1; level < levels_; ++level) {
+            const double n = keys_of(level);
             const double gamma = m > 0 ? std::expm1(-m * n) / std::expm1(-m) : n;
             // 4e-6 covers the rounding of exp and of the few sums in `judge`.
-            gamma_[((b * H_ + h) * levels_ + level) * 2 + side] = C(std::log(gamma) + 4e-6);
+            gamma_[((b * H_ + h) * (levels_ + 1) + level + 1) * 2 + side] = C(std::log(gamma) + 4e-6);
           }
         }
   }
@@ -109,8 +116,8 @@ class Bounds {
   bool active_ = false;
   int64_t G_ = 0, H_ = 0, nodes_ = 0, items_ = 1;
   int levels_ = 0;
-  C norm_scale_ = 0, softcap_ = 0, tolerance_ = 0;
-  C log_count_[kMaxLevels] = {};
+  C norm_scale_ = 0, softcap_ = 0, tolerance_ = 0, log_tolerance_ = 0;
+  C log_count_[kMaxLevels + 1] = {};
   Buffer<C> norms_, gamma_;
 };
 
@@ -126,35 +133,37 @@ struct Ledger {
   alignas(64) C spent[N];   // sum of bounds of what was skipped, as exp(. - top)
   alignas(64) C norm[N];    // bound of |scale| |q_i|; infinite where nothing may be skipped
   alignas(64) C position[N], past[N], future[N];
-  alignas(64) C gamma[kMaxLevels][2][N];
-  bool judging = false;
+  alignas(64) C gamma[kMaxLevels + 1][2][N];  // by level + 1
+  bool looking = false;  // computed scores may prove a tile negligible
+  bool judging = false;  // and so may norms
 
   void clear(const RowTile<C>& rows) {
     for (int i = 0; i < N; ++i) top[i] = -kInf<C>, weight[i] = 0, spent[i] = 0, norm[i] = 0;
     // Rows that pad the last strip agree to any skip: their weight dwarfs every bound.
     constexpr C huge = C(sizeof(C) == 4 ? 1e30 : 1e300);
     for (int row = rows.rows; row < kRows; ++row) top[at(row)] = huge, weight[at(row)] = huge;
-    judging = false;
+    looking = judging = false;
   }
 
   // Prepares judging; `norms[row]` bounds |q|.
   void arm(const Call& call, const RowTile<C>& rows, const KeyTree<C>& tree, const Bounds<C>& bounds, const C* norms) {
-    if (!bounds.active() || !bounds.norms()) return;
-    constexpr C shrink = 1 - C(1e-6);  // the product slope * distance is rounded; the bound must not gain by it
+    const bool reaches_future = !call.causal || call.prefix > 0;
     bool some = false;
     for (int row = 0; row < rows.rows; ++row) {
-      const int i = at(row);
-      const bool reaches_future = !call.causal || call.prefix > 0;
       const bool rewards = rows.past[row] < 0 || (reaches_future && rows.future[row] < 0);
-      norm[i] = rewards ? kInf<C> : norms[row] * bounds.norm_scale();
-      position[i] = rows.relative[row];
-      past[i] = rows.past[row] * shrink, future[i] = rows.future[row] * shrink;
+      if (bounds.norms()) norm[at(row)] = rewards ? kInf<C> : norms[row] * bounds.norm_scale();
       some = some || rows.past[row] > 0 || (reaches_future && rows.future[row] > 0);
     }
-    judging = some;
+    looking = bounds.active() && some, judging = looking && bounds.norms();
     if (!judging) return;
+    constexpr C shrink = 1 - C(1e-6);  // the product slope * distance is rounded; the bound must not gain by it
+    for (int row = 0; row < rows.rows; ++row) {
+      const int i = at(row);
+      position[i] = rows.relative[row];
+      past[i] = rows.past[row] * shrink, future[i] = rows.future[row] * shrink;
+    }
     for (int row = rows.rows; row < kRows; ++row) position[at(row)] = past[at(row)] = future[at(row)] = 0;
-    for (int level = 0; level < tree.levels(); ++level)
+    for (int level = -1; level < tree.levels(); ++level)
       for (int side = 0; side < 2; ++side) fill_gamma(rows, bounds, level, side);
   }
 
@@ -181,7 +190,7 @@ struct Ledger {
           const Mask<C> is_past = back >= 0, is_future = ahead >= 0;
           away = is_past ? back : is_future ? ahead : Vec<C>{};
           slope = is_past ? mp : mf;
-          log_n = is_past ? load<C>(gamma[level][0] + i) : load<C>(gamma[level][1] + i);
+          log_n = is_past ? load<C>(gamma[level + 1][0] + i) : load<C>(gamma[level + 1][1] + i);
           log_n = (is_past | is_future) ? log_n : splat<C>(count);
         } else {
           away = splat<C>(distance);
@@ -203,6 +212,43 @@ struct Ledger {
     skip &= mask;
     charge(skip, total);
     return skip;
+  }
+
+  // Strips whose scores against keys of norm `rho` exceed no row's top by more than exp can take in its stride: they
+  // need no new top. Rows without one yet are not among them.
+  uint32_t calm_strips(const Bounds<C>& bounds, C rho) const {
+    constexpr C most = 40;
+    const Vec<C> cap = splat<C>(bounds.softcap());
+    alignas(64) typename Simd<C>::Int calm[kStrips];
+    for (int v = 0; v < kStrips; v += kLanes<C>) {
+      Mask<C> ok = ~Mask<C>{};
+#pragma GCC unroll 6
+      for (int r = 0; r < kStrip; ++r) {
+        const int i = r * kStrips + v;
+        ok &= min_keep<C>(cap, load<C>(norm + i) * rho) - load<C>(top + i) <= most;
+      }
+      std::memcpy(calm + v, &ok, sizeof ok);
+    }
+    uint32_t strips = 0;
+    for (int s = 0; s < kStrips; ++s) strips |= uint32_t(calm[s] & 1) << s;
+    return strips;
+  }
+
+  // Whether the second look at a strip may succeed at all: with scores around 0 before the bias, the bias alone must
+  // nearly do. A guess that only saves work.
+  bool worth_looking(const Bounds<C>& bounds, const RowTile<C>& rows, int s, const KeySpan& keys) const {
+    if (!looking) return false;
+    const RowSpan& strip = rows.strip[s];
+    const int64_t back = minus(strip.low, keys.high), ahead = minus(keys.low, strip.high);
+    const bool spatial = rows.coordinates.size() > 0;
+    const C distance = C(greater<int64_t>(0, greater(back, ahead)));
+    for (int r = 0; r < rows.strip_rows(s); ++r) {
+      const int i = r * kStrips + s;
+      const C slope = back >= ahead ? rows.past[s * kStrip + r] : rows.future[s * kStrip + r];
+      // 4: log kTile, less the few units by which scores may all be lower than 0.
+      if (!spatial && !(top[i] + slope * distance > -bounds.log_tolerance() - C(4))) return false;
+    }
+    return true;
   }
 
   // The second look: `peak[r]` is the largest score of row r of strip s among `count` keys, all computed. True if the
@@ -233,7 +279,7 @@ struct Ledger {
     for (int row = 0; row < kRows; ++row) {
       // An unbiased row has slope 0 here, whatever its head's.
       const bool real = row < rows.rows && (side ? rows.future[row] : rows.past[row]) != 0;
-      gamma[level][side][at(row)] =
+      gamma[level + 1][side][at(row)] =
           real ? bounds.log_gamma(rows.b, rows.head[row], level, side) : bounds.log_count(level);
     }
   }

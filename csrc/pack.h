@@ -79,13 +79,15 @@ inline void pack_rows(const Rows<X>& in, int64_t first, int count, int64_t D, in
 template <class X, class C>
 inline C norm_bound(const X* x, int64_t step, int64_t n) {
   constexpr int L = kLanes<C>;
-  Vec<C> sums = {};
+  Vec<C> sums = {}, more = {};
   int64_t i = 0;
-  if (step == 1)
-    for (; i + L <= n; i += L) {
-      Vec<C> v = load_widened<C>(x + i);
-      sums += v * v;
+  if (step == 1) {
+    for (; i + 2 * L <= n; i += 2 * L) {
+      const Vec<C> v = load_widened<C>(x + i), w = load_widened<C>(x + i + L);
+      sums += v * v, more += w * w;
     }
+    sums += more;
+  }
   C sum = sum_lanes<C>(sums);
   for (; i < n; ++i) sum += C(widen(x[i * step])) * C(widen(x[i * step]));
   // Rounding of n products and sums loses at most n + 2 halves of eps; a few more are free.
@@ -149,14 +151,12 @@ class TileCache {
     return packed;
   }
 
-  // Asks for `rows` value rows from `first` of the tile, which are read panel by panel, a pattern that the hardware does
-  // not foresee.
-  void prefetch_values(int64_t tile, int first, int rows) const {
-    if (!in_place_) return;
-    const int last = lesser(first + rows, count(tile));
-    for (int i = first; i < last; ++i)
-      for (int64_t d = 0; d < V_; d += kPanel<C>) __builtin_prefetch(value_rows_.at(tile * kTile + i) + d);
+  // Asks for value rows [first, last) of the tile, which are read panel by panel, a pattern that the hardware does not
+  // foresee.
+  LINBIAS_INLINE void prefetch_values(int64_t tile, int first, int last) const {
+    if (value_rows_.step == 1) prefetch_rows(value_rows_, tile, first, last, V_);
   }
+  LINBIAS_INLINE void prefetch_keys(int64_t tile, int first, int last) const { prefetch_rows(key_rows_, tile, first, last, D_); }
 
   // The tile's value rows and the distance between them.
   const C* values(int64_t tile, int64_t* row) {
@@ -175,6 +175,12 @@ class TileCache {
   }
 
  private:
+  // Always inline: gcc takes a function that only prefetches for one without effect and drops its calls.
+  LINBIAS_INLINE void prefetch_rows(const Rows<X>& rows, int64_t tile, int first, int last, int64_t width) const {
+    constexpr int64_t line = 64 / sizeof(X);
+    for (int i = first; i < lesser(last, count(tile)); ++i)
+      for (int64_t d = 0; d < width; d += line) __builtin_prefetch(rows.at(tile * kTile + i) + d);
+  }
   int count(int64_t tile) const { return int(lesser<int64_t>(kTile, S_ - tile * kTile)); }
 
   int64_t b_ = -1, g_ = -1, slots_ = 0, width_ = 0, D_ = 0, V_ = 0, S_ = 0;

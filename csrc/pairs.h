@@ -112,6 +112,20 @@ inline Form form_of(const RowTile<C>& rows, const KeyTile<C>& keys, Sight seen, 
   return keys.exact && rows.same_sides && !rows.special && !keys.span->unbiased ? Form::biased : Form::examined;
 }
 
+// What attn_mask alone says about a strip and the tile.
+template <class C>
+inline Sight mask_sight(const Call& call, const RowTile<C>& rows, const KeyTile<C>& keys, int s) {
+  const Array<uint8_t>& mask = call.attn_mask;
+  bool none = true, all = true;
+  for (int r = s * kStrip; r < s * kStrip + rows.strip_rows(s); ++r) {
+    const uint8_t* row = mask.at(rows.b, rows.head[r], rows.query[r], keys.first);
+    int count = 0;
+    for (int j = 0; j < keys.count; ++j) count += row[j * mask.stride[3]] != 0;
+    none = none && count == 0, all = all && count == keys.count;
+  }
+  return none ? Sight::none : all ? Sight::all : Sight::some;
+}
+
 // The keys [first, last) of the tile that can be visible to the strip, from positions alone.
 struct Range {
   int first, last;

@@ -33,6 +33,11 @@ struct Tiling {
   }
 };
 
+// Rows that a tile can have, in whole strips.
+inline int64_t tile_capacity(const Call& call, const Tiling& tiling) {
+  return round_up(call.T * 2 <= kRows ? tiling.heads_per_tile * call.T : tiling.queries_per_tile, kStrip);
+}
+
 template <class C>
 struct RowTile {
   int64_t b = 0, g = 0;
@@ -78,20 +83,25 @@ struct RowTile {
   void read_rows(const Call& call) {
     const bool spatial = call.metric != Metric::none;
     const Array<int64_t> positions = call.query_positions.as<int64_t>();
-    const Array<C> slopes = call.slopes.as<C>(), later = call.future_slopes.as<C>();
     biased = special = false, same_sides = true;
+    C m = 0, f = 0;
     for (int r = 0; r < rows; ++r) {
-      int64_t i = query[r];
+      const int64_t i = query[r];
+      if (r == 0 || head[r] != head[r - 1]) read_slopes(call, head[r], m, f);
       position[r] = spatial ? 0 : positions ? *positions.at(b, i) : call.S - call.T + i;
       segment[r] = call.query_segments ? *call.query_segments.at(b, i) : 0;
-      C m = *slopes.at(b, head[r]), f = later && !spatial ? *later.at(b, head[r]) : m;
-      if (call.query_unbiased && *call.query_unbiased.at(b, i)) m = f = 0;
-      past[r] = m, future[r] = f;
-      biased = biased || m != 0 || f != 0;
-      special = special || !std::isfinite(past[r]) || !std::isfinite(future[r]);
-      same_sides = same_sides && m == f;
+      const bool none = call.query_unbiased && *call.query_unbiased.at(b, i);
+      past[r] = none ? C(0) : m, future[r] = none ? C(0) : f;
     }
     if (spatial) read_coordinates(call);
+  }
+
+  void read_slopes(const Call& call, int64_t h, C& m, C& f) {
+    const Array<C> slopes = call.slopes.as<C>(), later = call.future_slopes.as<C>();
+    m = *slopes.at(b, h), f = later && call.metric == Metric::none ? *later.at(b, h) : m;
+    biased = biased || m != 0 || f != 0;
+    special = special || !std::isfinite(m) || !std::isfinite(f);
+    same_sides = same_sides && m == f;
   }
 
   void read_coordinates(const Call& call) {

@@ -177,9 +177,9 @@ LINBIAS_INLINE Vec<C> exp_split(Vec<C> x, Vec<C>& f) {
   return (Vec<C>)((Mask<C>)t << Simd<C>::mantissa);
 }
 
-// exp(x) for x <= 0. Exactly 0 below the exponent's range, which includes -inf; NaN stays NaN, whatever its payload.
+// exp(x) for x up to 80. Exactly 0 below the exponent's range, which includes -inf; NaN stays NaN, whatever its payload.
 template <class C>
-LINBIAS_INLINE Vec<C> exp_nonpositive(Vec<C> x) {
+LINBIAS_INLINE Vec<C> exp_lanes(Vec<C> x) {
   constexpr C lowest = C(sizeof(C) == 4 ? -88.03 : -709.0896);  // -bias * ln 2, which splits into 2**-bias, that is 0
   x = max_keep<C>(splat<C>(lowest), x);
   Vec<C> f, two_n = exp_split<C>(x, f);

@@ -64,8 +64,26 @@ def backward(
     grad_lse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Gradients:
-    """Gradients from the saved output and lse."""
-    raise NotImplementedError
+    """Gradients in one pass of five products a tile, recomputed from the saved output and lse; see csrc/backward.h."""
+    from linbias import _native
+
+    accumulator = problem.accumulator
+    rows = (problem.batch, problem.heads)
+    shapes = (operands.query.shape, operands.key.shape, operands.value.shape, rows, rows)
+    dtypes = (problem.dtype,) * 3 + (accumulator,) * 2
+    gradients = [
+        torch.empty(shape, dtype=dtype) if need else None
+        for shape, dtype, need in zip(shapes, dtypes, needs, strict=True)
+    ]
+    saved = (_view(out), _view(grad_out), _view(lse), _view(grad_lse))
+    results = tuple(None if gradient is None else gradient.data_ptr() for gradient in gradients)
+    _native.backward(_sizes(problem, operands), _numbers(problem), _views(operands), saved, results, _variant)
+    # Slopes that the batch shares sum what the items found.
+    for place, slopes in ((3, operands.slopes), (4, operands.future_slopes)):
+        gradient = gradients[place]
+        if slopes is not None and gradient is not None and slopes.shape[0] == 1:
+            gradients[place] = gradient.sum(0, keepdim=True)
+    return Gradients(*gradients)
 
 
 # Which build of the kernels runs; "": the widest this processor has. Tests compare them all.

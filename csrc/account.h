@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+// The account of backward: what was skipped so far of every row and of every key, in shares of the rows' whole weight.
+//
+// Z_i is known from the saved lse. A strip skips a node of keys only if for each of its rows
+//     spent_i + exp(u - m d - lse_i) * gamma * (1 + m d_max)              <= tolerance,
+// and for the keys of the node, with e_i = exp(u - m d - lse_i) * (1 + m d_max),
+//     charged_J + sum of e_i over the rows of the strip                   <= tolerance.
+// The factor 1 + m d_max is there only when slopes get a gradient. docs/proof.md derives what follows for gradients.
+#pragma once
+
+#include "frontier.h"
+#include "ledger.h"
+
+namespace linbias::LINBIAS_VARIANT {
+
+// What the keys of each node were charged for the rows of one head. Charging a node charges every key below it, without
+// visiting them: `peak` is the largest charge of any key below a node by the node and its descendants.
+template <class C>
+class KeyAccount {
+ public:
+  void reset(const KeyTree<C>& tree) {
+    tree_ = &tree;
+    own_.reset(tree.nodes());
+    peak_.reset(tree.nodes());
+  }
+  void clear() {
+    for (int64_t i = 0; i < own_.size(); ++i) own_[i] = peak_[i] = 0;
+  }
+  // The largest charge of any key of the node.
+  C charged(int level, int64_t index) const {
+    C total = peak_[tree_->node(level, index)];
+    for (int up = level + 1; up < tree_->levels(); ++up) total += own_[tree_->node(up, index /= kFan)];
+    return total;
+  }
+  void charge(int level, int64_t index, C amount) {
+    own_[tree_->node(level, index)] += amount;
+    C below = peak_[tree_->node(level, index)] += amount;
+    for (int up = level + 1; up < tree_->levels(); ++up) {
+      const int64_t node = tree_->node(up, index /= kFan);
+      below += own_[node];
+      if (!(below > peak_[node])) return;
+      peak_[node] = below;
+    }
+  }
+
+ private:
+  const KeyTree<C>* tree_ = nullptr;
+  Buffer<C> own_, peak_;
+};
+
+// The rows' side, for one row tile; row r of strip s lies at [r * kStrips + s], as in Ledger.
+template <class C>
+struct RowAccount {
+  static constexpr int N = Ledger<C>::N;
+  static constexpr int at(int row) { return Ledger<C>::at(row); }
+
+  alignas(64) C spent[N];  // bound of the skipped share
+  alignas(64) C norm[N];   // bound of |scale| |q_i|; infinite where nothing may be skipped
+  alignas(64) C position[N], past[N], future[N], lse[N];
+  bool looking = false;  // computed scores may prove a tile negligible
+  bool judging = false;  // and so may norms
+  bool farther = false;  // slopes get a gradient: shares count 1 + m d_max times
+  C tolerance = 0;       // of a row
+  C key_tolerance = 0;   // of a key, among the rows that share an account
+
+  // `norms[row]` bounds |q|, `row_lse[row]` is +inf for rows that see nothing.
+  void arm(const Call& call, const RowTile<C>& rows, const Bounds<C>& bounds, const C* norms, const C* row_lse,
+           bool slopes_wanted, int shares) {
+    looking = judging = false;
+    farther = slopes_wanted;
+    if (!bounds.active()) return;
+    const bool reaches_future = !call.causal || call.prefix > 0;
+    bool some = false;
+    for (int row = 0; row < rows.rows; ++row)
+      some = some || rows.past[row] > 0 || (reaches_future && rows.future[row] > 0);
+    looking = some, judging = some && bounds.norms();
+    if (!looking) return;
+    tolerance = bounds.tolerance(), key_tolerance = bounds.tolerance() / C(shares);
+    constexpr C shrink = 1 - C(1e-6);  // as in Ledger: the rounded product slope * distance must not loosen the bound
+    for (int i = 0; i < N; ++i) spent[i] = norm[i] = position[i] = past[i] = future[i] = 0, lse[i] = kInf<C>;
+    for (int row = 0; row < rows.rows; ++row) {
+      const int i = at(row);
+      const bool rewards = rows.past[row] < 0 || (reaches_future && rows.future[row] < 0);
+      norm[i] = rewards ? kInf<C> : norms[row] * bounds.norm_scale();
+      position[i] = rows.relative[row];
+      past[i] = rows.past[row] * shrink, future[i] = rows.future[row] * shrink;
+      lse[i] = row_lse[row];
+    }
+  }
+
+  // Of the strips in `mask`, those that may skip the node; their rows and its keys are charged.
+  uint32_t judge(const RowTile<C>& rows, const Bounds<C>& bounds, KeyAccount<C>& keys, const KeySpan& span,
+                 const Node<C>& node, C rho) {
+    // Ranks of distances count only where they are distinct integers and every key gives bias.
+    const bool distinct = span.rising && !span.unbiased && rows.compact;
+    const C low = C(minus(span.low, rows.origin)), high = C(minus(span.high, rows.origin));
+    alignas(64) C total[N], shares[kStrips];
+    alignas(64) typename Simd<C>::Int fits[kStrips];
+    for (int v = 0; v < kStrips; v += kLanes<C>) {
+      Mask<C> ok = ~Mask<C>{};
+      Vec<C> sum = {};
+      for (int r = 0; r < kStrip; ++r) {
+        const int i = r * kStrips + v;
+        const Vec<C> p = load<C>(position + i), back = p - high, ahead = low - p;
+        const Vec<C> mp = load<C>(past + i), mf = load<C>(future + i);
+        const Mask<C> one_side = (back >= 0) | (ahead >= 0);
+        Vec<C> away = splat<C>(node.distance), slope = mp < mf ? mp : mf;
+        if (distinct) {
+          away = back >= 0 ? back : ahead >= 0 ? ahead : Vec<C>{};
+          slope = back >= 0 ? mp : mf;
+        }
+        Vec<C> u = min_keep<C>(splat<C>(bounds.softcap()), load<C>(norm + i) * rho);
+        Vec<C> share = exp_held<C>(u - slope * away - load<C>(lse + i) + C(4e-6));
+        if (farther) {
+          const Vec<C> most = distinct ? max_keep<C>(absolute<C>(p - low), absolute<C>(p - high)) : splat<C>(kInf<C>);
+          share *= C(1) + (mp > mf ? mp : mf) * most;
+        }
+        const Vec<C> many = distinct ? (one_side ? ranks(slope, node.level) : splat<C>(count(node.level)))
+                                     : splat<C>(count(node.level));
+        const Vec<C> row_total = load<C>(spent + i) + share * many;
+        store<C>(total + i, row_total);
+        ok &= row_total <= splat<C>(tolerance);
+        sum += share;
+      }
+      store<C>(shares + v, sum);
+      std::memcpy(fits + v, &ok, sizeof ok);
+    }
+    return settle(keys, node, fits, shares, total);
+  }
+
+  // The second look at one strip: `peak[r]` is the largest score of row r among `count` keys, `most[r]` at least
+  // 1 + m d_max. Charges and returns true if the strip may leave them out.
+  bool settle_computed(KeyAccount<C>& keys, int64_t tile, int s, int strip_rows, const C* peak, const C* most,
+                       int count) {
+    C total[kStrip], share_sum = 0;
+    for (int r = 0; r < strip_rows; ++r) {
+      const int i = r * kStrips + s;
+      const C x = peak[r] - lse[i];
+      if (!(x < C(-1))) return false;  // spares the exponential
+      const C share = std::exp(x) * most[r] * C(1 + 1e-5);
+      total[r] = spent[i] + share * C(count);
+      share_sum += share;
+      if (!(total[r] <= tolerance)) return false;
+    }
+    if (!(keys.charged(0, tile) + share_sum <= key_tolerance)) return false;
+    keys.charge(0, tile, share_sum);
+    for (int r = 0; r < strip_rows; ++r) spent[r * kStrips + s] = total[r];
+    return true;
+  }
+
+ private:
+  static C count(int level) {
+    C n = kTile;
+    for (; level > 0; --level) n *= kFan;
+    return n;
+  }
+
+  // gamma: no more than n keys, nor than an endless geometric tail.
+  static Vec<C> ranks(Vec<C> slope, int level) {
+    const Vec<C> n = splat<C>(count(level));
+    // 1 / (1 - e^-m) <= 1 + 1 / m.
+    const Vec<C> tail = (C(1) + C(1) / slope) * C(1 + 1e-5);
+    return (slope > C(0)) & (tail < n) ? tail : n;
+  }
+
+  uint32_t settle(KeyAccount<C>& keys, const Node<C>& node, const typename Simd<C>::Int* fits, const C* shares,
+                  const C* total) {
+    uint32_t skip = 0;
+    C sum = 0;
+    const C left = key_tolerance - keys.charged(node.level, node.index);
+    for (int s = 0; s < kStrips; ++s) {
+      if (!(node.mask >> s & 1) || !fits[s] || !(sum + shares[s] <= left)) continue;
+      sum += shares[s];
+      skip |= uint32_t(1) << s;
+      for (int r = 0; r < kStrip; ++r) spent[r * kStrips + s] = total[r * kStrips + s];
+    }
+    if (skip) keys.charge(node.level, node.index, sum);
+    return skip;
+  }
+};
+
+}  // namespace linbias::LINBIAS_VARIANT
