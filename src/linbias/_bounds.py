@@ -66,13 +66,13 @@ class Keys:
         else:
             each = torch.where(real[:, None], upper_norms(operands.key), 0.0)
             norms = host(in_tiles(each.flatten(0, 1), block, 0.0).amax(-1))
-        centered = pool == 1 and operands.bound_centroids is not None and operands.bound_radii is not None
+        centroids, radii = operands.bound_centroids, operands.bound_radii
         return Keys(
             boxes=Boxes.of_keys(operands, block),
             count=count,
             norms=norms.unflatten(0, (problem.batch, problem.kv_heads)),
-            centroids=host(operands.bound_centroids) if centered else None,
-            radii=host(operands.bound_radii) if centered else None,
+            centroids=host(centroids) if centroids is not None and pool == 1 else None,
+            radii=host(radii) if radii is not None and pool == 1 else None,
         )
 
 
@@ -94,7 +94,7 @@ class Judge:
     content: Tensor
     """(L, T): c_i."""
     base: Tensor
-    """(3, L, T): -log Z_i - m offset_i, the bound without content."""
+    """(3 or 2, L, T): -log Z_i - m offset_i, the bound without content; 2 sides where no future tile is visible."""
     query: Tensor
     """(B, H, T, D); read for centroids only."""
 
@@ -110,22 +110,26 @@ class Judge:
         future = past if operands.future_slopes is None else _lane_slopes(problem, operands.future_slopes)
         offsets = _offsets(problem, operands, rows)
         base = [-log_mass, *(-log_mass - _product(m[:, None], d) for m, d in zip((past, future), offsets, strict=True))]
+        near = gaps(rows, keys.boxes, problem.options.metric)
+        possible = maybe_visible(problem.options, operands.attn_mask, rows, keys.boxes)
+        # Most calls look one way, and need not evaluate the other.
+        ahead = bool((near.future & possible.any(1)).any())
         return Judge(
             problem=problem,
             keys=keys,
             strip=strip,
-            near=gaps(rows, keys.boxes, problem.options.metric),
-            possible=maybe_visible(problem.options, operands.attn_mask, rows, keys.boxes),
+            near=near,
+            possible=possible,
             slopes=torch.stack([torch.minimum(past, future), past, future]),
             content=content,
-            base=torch.stack(base),
+            base=torch.stack(base if ahead else base[:2]),
             query=operands.query,
         )
 
     def chunks(self) -> Iterator[Tensor]:
         """Lanes by index, as many at once as the memory set aside for tables allows."""
         step = max(1, _CHUNK // max(1, self.possible.shape[2] * self.possible.shape[3]))
-        return iter(torch.arange(self.problem.batch * self.problem.heads).split(step))
+        return iter(torch.arange(self.problem.batch * self.problem.heads, device="cpu").split(step))
 
     def seen(self, lanes: Tensor) -> Tensor:
         """Bool table: what may be visible."""
@@ -146,8 +150,12 @@ class Judge:
         return self._bounds(lanes, lambda values: values.logsumexp(-1))
 
     def stretch(self, lanes: Tensor) -> Tensor:
-        """log(1 + m d) at the largest distance of the tile: how much a slope's gradient magnifies its weights."""
-        steepest = self.slopes[1:, lanes].amax(0).clamp_min(0)[:, None, None]
+        """log(1 + m d) at the largest distance of the tile: how much a slope's gradient magnifies its weights.
+
+        A slope of 0 counts as 1, for its gradient too takes the distance.
+        """
+        steepest = self.slopes[1:, lanes].amax(0).clamp_min(0)
+        steepest = torch.where(steepest == 0, 1.0, steepest)[:, None, None]
         return torch.log1p(_product(steepest, self._of(self.near.far, lanes)))
 
     def _of(self, table: Tensor, lanes: Tensor) -> Tensor:
@@ -160,9 +168,8 @@ class Judge:
 
     def _choose(self, lanes: Tensor, sides: list[Tensor]) -> Tensor:
         """Of the values for unknown, past and future side, each tile's own."""
-        past, future = self._of(self.near.past, lanes), self._of(self.near.future, lanes)
-        chosen = torch.where(past, sides[1], sides[0])
-        return torch.where(future, sides[2], chosen) if bool(future.any()) else chosen
+        chosen = torch.where(self._of(self.near.past, lanes), sides[1], sides[0])
+        return torch.where(self._of(self.near.future, lanes), sides[2], chosen) if len(self.base) > 2 else chosen
 
     def _bounds(self, lanes: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
         """The bound of one key at the block's largest norm, over the strip's rows as `combine` puts them together."""
@@ -175,7 +182,7 @@ class Judge:
         part = torch.where(high > low, (norms.T - low) / (high - low), 0.0).T.unsqueeze(1)
         part = torch.where(finite.unsqueeze(1), part, math.nan)
         start, step = ends[0].unsqueeze(-1), torch.where(ends[0] == ends[1], 0.0, ends[1] - ends[0]).unsqueeze(-1)
-        sides = [start[side] + step[side] * part for side in range(3)]
+        sides = [start[side] + step[side] * part for side in range(len(base))]
         if self.problem.options.softcap is not None:
             steepest = _strips(content, self.strip, 0.0).amax(-1).unsqueeze(-1)
             capped = _cap(steepest * norms.unsqueeze(1), self.problem.options.softcap)
@@ -185,7 +192,7 @@ class Judge:
 
     def _penalty(self, lanes: Tensor) -> Tensor:
         """slope x nearest distance; -inf where a slope of the tile is negative, so that it is never skipped."""
-        near, slopes = self._of(self.near.near, lanes), self.slopes[:, lanes, None, None]
+        near, slopes = self._of(self.near.near, lanes), self.slopes[: len(self.base), lanes, None, None]
         return self._choose(lanes, [torch.where(m < 0, -math.inf, _product(m, near)) for m in slopes])
 
     def _log_count(self, lanes: Tensor) -> Tensor:
@@ -194,10 +201,10 @@ class Judge:
         plain = count.log()
         if self.problem.explicit_positions:
             return plain
-        slopes = self.slopes[:, lanes, None, None]
+        slopes = self.slopes[1 : len(self.base), lanes, None, None]
         decayed = [torch.log(-torch.expm1(-m * count)) - tail_log(m) for m in slopes]
         decayed = [torch.where(m > 0, value, plain) for m, value in zip(slopes, decayed, strict=True)]
-        return self._choose(lanes, [plain, *decayed[1:]])
+        return self._choose(lanes, [plain, *decayed])
 
     def _centroid_bounds(self, lanes: Tensor) -> Tensor:
         """As `_bounds`, by centroid and radius: the dot product with the block's mean key is exact for each row."""
@@ -239,11 +246,9 @@ def _lane_slopes(problem: Problem, slopes: Tensor) -> Tensor:
 def _offsets(problem: Problem, operands: Operands, rows: Boxes) -> tuple[Tensor, Tensor]:
     """(L or 1, T) each: how much further a row is from keys of its past, and of its future, than its strip's box."""
     if problem.options.metric is not None:
-        zeros = torch.zeros((1, problem.queries), dtype=torch.float64)
+        zeros = torch.zeros((1, problem.queries), dtype=torch.float64, device="cpu")
         return zeros, zeros
     places = host(token_positions(operands)[0])
-    low, high = (
-        edge[..., 0].repeat_interleave(rows.size, 1)[:, : problem.queries] for edge in (rows.low, rows.high)
-    )
-    pair = (places - low, high - places)
-    return pair if places.shape[0] == 1 else tuple(each.repeat_interleave(problem.heads, 0) for each in pair)
+    low, high = (edge[..., 0].repeat_interleave(rows.size, 1)[:, : problem.queries] for edge in (rows.low, rows.high))
+    repeats = 1 if places.shape[0] == 1 else problem.heads
+    return (places - low).repeat_interleave(repeats, 0), (high - places).repeat_interleave(repeats, 0)

@@ -74,11 +74,16 @@ class Boxes:
 
 
 def _boxes(
-    positions: Tensor, real: Tensor | None, segments: Tensor | None, free: Tensor | None, ranks: Tensor | None, size: int
+    positions: Tensor,
+    real: Tensor | None,
+    segments: Tensor | None,
+    free: Tensor | None,
+    ranks: Tensor | None,
+    size: int,
 ) -> Boxes:
     places = host(positions)
     places = places if places.dim() == 3 else places.unsqueeze(-1)  # noqa: PLR2004
-    keep = torch.ones(places.shape[:2], dtype=torch.bool) if real is None else real.cpu()
+    keep = torch.ones(places.shape[:2], dtype=torch.bool, device="cpu") if real is None else real.cpu()
     places, keep = torch.broadcast_tensors(places, keep.unsqueeze(-1))
     low = torch.where(keep, places, torch.inf)
     high = torch.where(keep, places, -torch.inf)
@@ -113,10 +118,11 @@ class Gaps:
 
 def gaps(rows: Boxes, keys: Boxes, metric: str | None) -> Gaps:
     """Distances between boxes, by the metric or on a line."""
-    before = rows.low.unsqueeze(2) - keys.high.unsqueeze(1)
-    after = keys.low.unsqueeze(1) - rows.high.unsqueeze(2)
+    row_low, row_high = rows.low.unsqueeze(2), rows.high.unsqueeze(2)
+    key_low, key_high = keys.low.unsqueeze(1), keys.high.unsqueeze(1)
+    before, after = row_low - key_high, key_low - row_high
     apart = torch.maximum(before, after).clamp_min(0)
-    across = torch.maximum(rows.high.unsqueeze(2) - keys.low.unsqueeze(1), keys.high.unsqueeze(1) - rows.low.unsqueeze(2))
+    across = torch.maximum(row_high - key_low, key_high - row_low)
     if metric == "euclidean":
         near, far = apart.square().sum(-1).sqrt() * _DEFLATION, across.square().sum(-1).sqrt() / _DEFLATION
     elif metric == "manhattan":

@@ -15,7 +15,7 @@ from ._bounds import Judge, Keys, table_sizes
 from ._boxes import in_tiles, real_keys
 from .problem import Operands, Problem
 
-_NEAR = 8
+_NEAR = 4
 """Blocks whose mean keys make the lower bound of a row's weight."""
 # Left unspent: covers the rounding of sums of shares, and of fp64 bounds of inputs in fp32.
 _LIMIT = 1 - 1e-6
@@ -86,8 +86,11 @@ def rounded_mass(problem: Problem, keys: Keys, norms: Tensor, lse: Tensor) -> Te
 
 
 def _shares(bounds: Tensor, seen: Tensor, tolerance: float) -> Tensor:
-    """Bounds as parts of the tolerance; 0 for what is invisible. Tolerance 0 leaves only what weighs exactly nothing."""
-    parts = torch.exp(bounds - math.log(tolerance)) if tolerance > 0 else torch.where(bounds == -math.inf, 0.0, math.inf)
+    """Bounds as parts of the tolerance; 0 for what is invisible. Tolerance 0 has room only for what weighs nothing."""
+    if tolerance > 0:
+        parts = torch.exp(bounds - math.log(tolerance))
+    else:
+        parts = torch.where(bounds == -math.inf, 0.0, math.inf)
     return torch.where(seen, parts, 0.0)
 
 
@@ -103,7 +106,8 @@ def _fitting(shares: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 def near_mass(problem: Problem, operands: Operands, keys: Keys, norms: Tensor) -> Tensor:
     """(B, H, T): a proven lower bound of the log of each row's weight, for default positions and nothing but the bias,
-    a key mask or a window: the row's own key, and the nearest blocks before the strip."""
+    a key mask or a window: the row's own key, and the nearest blocks before the strip.
+    """
     parts = [_own_mass(problem, operands, keys, norms), _block_mass(problem, operands, keys, norms)]
     bound = torch.logaddexp(*parts)
     return bound - 16 * torch.finfo(bound.dtype).eps * (1 + bound.abs())
@@ -132,7 +136,7 @@ def _own_mass(problem: Problem, operands: Operands, keys: Keys, norms: Tensor) -
 def _block_mass(problem: Problem, operands: Operands, keys: Keys, norms: Tensor) -> Tensor:
     """Jensen on each of the nearest blocks wholly before the strip: ``sum exp(s - m d) >= n exp(mean s - m mean d)``.
 
-    The mean score is one product with the block's mean key, so eight products stand for hundreds of keys. The distance
+    The mean score is one product with the block's mean key, so four products stand for hundreds of keys. The distance
     is the row's from its strip's first, the same for all blocks, plus the strip's from the block.
     """
     strip, block = table_sizes(problem)
@@ -162,4 +166,5 @@ def _block_mass(problem: Problem, operands: Operands, keys: Keys, norms: Tensor)
     longest = torch.where(usable, keys.norms.to(device, dtype)[:, :, index_IW], 0.0).amax(-1)
     longest = longest.repeat_interleave(problem.group, 1).repeat_interleave(strip, 2)[:, :, : problem.queries]
     beyond = torch.arange(problem.queries, device=device) % strip
-    return near - _error(problem, norms) * longest - operands.slopes.unsqueeze(-1) * beyond
+    bias = torch.where(beyond == 0, 0.0, operands.slopes.unsqueeze(-1) * beyond)
+    return near - _error(problem, norms) * longest - bias

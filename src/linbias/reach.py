@@ -10,8 +10,7 @@ keys whose nearest distance to row i is d_iJ:
 with gamma = n, or (1 - e^(-m n)) / (1 - e^(-m)) for consecutive integer positions on one side. docs/proof.md derives
 it, and what follows from it for outputs and gradients, line by line.
 
-Everything here is linear in the length: norms and envelopes a row, then a table of strips x blocks whose size is
-capped, so that beyond some length several blocks are judged as one superblock.
+The bounds of a call's tiles are evaluated in _bounds.py and added up in _ledger.py.
 """
 
 import math
@@ -79,7 +78,7 @@ def key_bounds(key: Tensor, block: int = 64, *, centroids: bool = False) -> KeyB
 
 
 def reach(slopes: Tensor, *, tolerance: float, content: float | Tensor = 0.0) -> Tensor:
-    """How far each head reaches: the smallest integer R >= 0 with ``exp(content - m (R + 1)) / (1 - exp(-m)) <= tolerance``.
+    """How far each head sees: the smallest integer R >= 0 with ``e^(content - m (R + 1)) / (1 - e^-m) <= tolerance``.
 
     All keys further than R positions away on one side together weigh at most ``tolerance`` of the softmax, if the score
     of none exceeds the row's log-sum-exp by more than ``content`` before the bias.
@@ -97,7 +96,7 @@ def reach(slopes: Tensor, *, tolerance: float, content: float | Tensor = 0.0) ->
         TypeError, ValueError: slopes that are not floating, or a tolerance below 0.
 
     >>> reach(torch.tensor([0.5, 0.00390625, 0.0]), tolerance=2**-25).tolist()
-    [36.0, 5857.0, inf]
+    [36.0, 5856.0, inf]
     """
     check_tensor("slopes", slopes)
     if not slopes.is_floating_point():

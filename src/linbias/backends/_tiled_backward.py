@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Gradients
-from ._tiled_call import Call, index, kv_index
+from ._tiled_call import Call, flat_heads, index, kv_index
 from ._tiled_pairs import Pairs, columns, keep, scores
 from ._tiled_plan import Rectangle
 
@@ -44,9 +44,9 @@ class Running:
         dtype = call.query.dtype
         lse = lse.flatten(0, 1)
         blind = lse == -torch.inf
-        flat = torch.zeros_like(out, dtype=dtype) if grad_out is None else grad_out.to(dtype)
+        flat = flat_heads(torch.zeros_like(out) if grad_out is None else grad_out, dtype)
         # Nothing may come from rows that saw nothing: 0 * NaN is NaN in the products.
-        flat = flat.flatten(0, 1).masked_fill(blind.unsqueeze(-1), 0.0)
+        flat = flat.masked_fill(blind.unsqueeze(-1), 0.0)
         shift = (flat * out.to(dtype).flatten(0, 1)).sum(-1)
         if grad_lse is not None:
             shift = shift - grad_lse.to(dtype).flatten(0, 1).masked_fill(blind, 0.0)
@@ -64,9 +64,7 @@ class Running:
     def gradients(self, call: Call, needs: tuple[bool, ...]) -> Gradients:
         """In the shapes and dtypes of the call."""
         problem, operands = call.problem, call.operands
-        past, future = (
-            each.unflatten(0, (problem.batch, problem.heads)) for each in self.slopes
-        )
+        past, future = (each.unflatten(0, (problem.batch, problem.heads)) for each in self.slopes)
         if operands.future_slopes is None:
             past = past + future
         grad_future = None if operands.future_slopes is None else _unbroadcast(future, operands.future_slopes)
@@ -95,11 +93,15 @@ def backward_piece(call: Call, piece: Rectangle, running: Running, needs: tuple[
     """Add one rectangle's part to every gradient that is needed."""
     lanes, rows, device = piece.lanes, piece.rows, call.problem.device
     chosen, kv, cols = index(lanes, device), kv_index(call, lanes), columns(piece.runs, device)
-    query, key, value = call.query[chosen, rows], call.key[kv][:, cols], call.value[kv][:, cols]
+    query, key, value = call.query[chosen, rows], call.key[:, cols][kv], call.value[:, cols][kv]
     grad_out = running.grad_out[chosen, rows]
     pairs = Pairs.of(call, lanes, rows, cols)
     content, tanh = scores(call, pairs, query, key)
     weights = content.sub_(running.lse[chosen, rows].unsqueeze(-1)).exp_()
+    if piece.whole:
+        # The lse was rounded, by more than the weights deserve: they sum to 1.
+        total = weights.sum(-1, keepdim=True)
+        weights.div_(total.masked_fill_(total == 0, 1.0))
     kept = keep(call, lanes, rows, cols)
     if needs[2]:
         _add_keys(call, running.value, lanes, cols, (weights if kept is None else weights * kept).mT @ grad_out)

@@ -43,9 +43,9 @@ class Call:
         return Call(
             problem=problem,
             operands=operands,
-            query=operands.query.to(dtype).flatten(0, 1),
-            key=operands.key.to(dtype).flatten(0, 1),
-            value=operands.value.to(dtype).flatten(0, 1),
+            query=flat_heads(operands.query, dtype),
+            key=flat_heads(operands.key, dtype),
+            value=flat_heads(operands.value, dtype),
             slopes=lanes(operands.slopes),
             future_slopes=None if operands.future_slopes is None else lanes(operands.future_slopes),
             positions=token_positions(operands),
@@ -62,6 +62,12 @@ class Call:
     def select(self, tensor: Tensor, lanes: tuple[int, ...]) -> Tensor:
         """Rows of a (b, ...) tensor for these lanes, (1 or n, ...)."""
         return tensor if tensor.shape[0] == 1 else tensor[self.batch_of(lanes)]
+
+
+def flat_heads(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, heads, N, D) as (B * heads, N, D) in `dtype`, each row contiguous, as the fused kernel must have it."""
+    flat = tensor.to(dtype).flatten(0, 1)
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
 def index(lanes: tuple[int, ...], device: torch.device) -> slice | Tensor:

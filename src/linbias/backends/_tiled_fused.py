@@ -42,7 +42,8 @@ def available(problem: Problem) -> bool:
 def ramp(call: Call) -> Tensor:
     """(L, T + 2 S): minus the bias at distance S, S - 1 ... (past), 0, -1 ... (future); -inf where invisible."""
     problem, options = call.problem, call.problem.options
-    distance = torch.arange(problem.keys, -problem.keys - problem.queries, -1, dtype=call.slopes.dtype)
+    places = (problem.keys, -problem.keys - problem.queries, -1)
+    distance = torch.arange(*places, dtype=call.slopes.dtype, device=call.slopes.device)
     past, future = call.slopes[:, None], call.slopes if call.future_slopes is None else call.future_slopes
     steep = torch.where(distance >= 0, past, future[:, None])
     bias = -(steep * distance.abs())
@@ -114,8 +115,8 @@ def _blind_rows(problem: Problem, band: Band) -> Tensor | None:
     """(rows of the band,) bool: sees none of its keys; None where that is impossible."""
     options, offset = problem.options, problem.keys - problem.queries
     right = 0 if options.causal else options.right
-    place = torch.arange(band.first_row, band.last_row) + offset
-    first = band.first_key + torch.arange(band.count).repeat_interleave(band.rows) * band.rows
+    place = torch.arange(band.first_row, band.last_row, device=problem.device) + offset
+    first = band.first_key + torch.arange(band.count, device=problem.device).repeat_interleave(band.rows) * band.rows
     blind = torch.zeros_like(place, dtype=torch.bool)
     if right is not None:
         blind |= place + right < first
@@ -129,9 +130,8 @@ def backward(call: Call, plan: Bands, out: Tensor, running: Running) -> tuple[Te
     problem, grad_query = call.problem, running.query
     # Overlapping tiles add into views a whole number of tiles long, which may end beyond the last key.
     room = max([band.rows for band in (*plan.near, *plan.far)], default=0)
-    grad_key, grad_value = (
-        tensor.new_zeros((tensor.shape[0], tensor.shape[1] + room, tensor.shape[2])) for tensor in (call.key, call.value)
-    )
+    longer = (call.key.shape[0], problem.keys + room, problem.head_dim)
+    grad_key, grad_value = call.key.new_zeros(longer), call.value.new_zeros(longer)
     bias = ramp(call)
     for band, lanes in (*plan.near.items(), *plan.far.items()):
         for piece in _pieces(band):

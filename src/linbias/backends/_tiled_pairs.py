@@ -24,7 +24,8 @@ def columns(runs: Runs, device: torch.device) -> Columns:
 
 def pieces(rectangle: Rectangle, budget: int) -> Iterator[Rectangle]:
     """The rectangle in parts of at most `budget` pairs, lanes first, then keys; whole rows of one lane stay together
-    as long as they fit."""
+    as long as they fit.
+    """
     rows = max(1, rectangle.rows.stop - rectangle.rows.start)
     keys = max(1, min(rectangle.width, budget // rows))
     lanes = max(1, budget // (rows * keys))
@@ -35,7 +36,7 @@ def pieces(rectangle: Rectangle, budget: int) -> Iterator[Rectangle]:
             continue
         for run in rectangle.runs:
             for start in range(run[0], run[1], keys):
-                yield replace(part, runs=((start, min(start + keys, run[1])),))
+                yield replace(part, runs=((start, min(start + keys, run[1])),), whole=False)
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def forward_piece(call: Call, piece: Rectangle, out: Tensor, lse: Tensor, *, wit
     chosen, kv = index(lanes, call.problem.device), kv_index(call, lanes)
     cols = columns(piece.runs, call.problem.device)
     pairs = Pairs.of(call, lanes, rows, cols)
-    weights, _ = scores(call, pairs, call.query[chosen, rows], call.key[kv][:, cols])
+    weights, _ = scores(call, pairs, call.query[chosen, rows], call.key[:, cols][kv])
     peak = weights.amax(-1)
     old = lse[chosen, rows]
     part = weights.sub_(torch.where(peak == -torch.inf, 0.0, peak).unsqueeze(-1)).exp_()
@@ -181,5 +182,6 @@ def forward_piece(call: Call, piece: Rectangle, out: Tensor, lse: Tensor, *, wit
     kept = keep(call, lanes, rows, cols)
     if kept is not None:
         part.mul_(kept)
-    fresh = torch.bmm(part, call.value[kv][:, cols]).mul_(torch.where(peak == -torch.inf, 0.0, peak - shift).exp().unsqueeze(-1))
+    fresh = torch.bmm(part, call.value[:, cols][kv])
+    fresh.mul_(torch.where(peak == -torch.inf, 0.0, peak - shift).exp().unsqueeze(-1))
     out[chosen, rows] = fresh + out[chosen, rows] * (old - shift).exp().unsqueeze(-1)

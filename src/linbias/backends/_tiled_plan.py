@@ -22,6 +22,8 @@ class Rectangle:
     rows: slice
     runs: Runs
     """Ranges of keys, ascending, disjoint."""
+    whole: bool = True
+    """No other rectangle holds keys of these rows."""
 
     @property
     def width(self) -> int:
@@ -163,15 +165,19 @@ def _clip(problem: Problem, rows: tuple[int, int], run: tuple[int, int], block: 
 
 def _taller(problem: Problem, tiles: list[_Tile]) -> list[_Tile]:
     """Join neighbouring strips up to `_TALL` rows: those of long rows, and those no band can hold, for they start at
-    the first key and each would be a call of its own."""
+    the first key and each would be a call of its own.
+    """
     offset = problem.keys - problem.queries
     joined: list[_Tile] = []
     for tile in tiles:
         last = joined[-1] if joined else None
         alone = tile.before == tile.first + offset
         long = tile.before + tile.after >= _LONG
-        if last is not None and last.last == tile.first and tile.last - last.first <= _TALL and (
-            (alone and last.before == last.first + offset) or (long and last.long)
+        if (
+            last is not None
+            and last.last == tile.first
+            and tile.last - last.first <= _TALL
+            and ((alone and last.before == last.first + offset) or (long and last.long))
         ):
             joined[-1] = last.joined(tile, long=long)
         else:

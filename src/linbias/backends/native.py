@@ -5,7 +5,6 @@ This file turns one Problem into addresses, shapes and strides; the kernels do t
 are read where they are.
 """
 
-from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -17,21 +16,18 @@ NAME = "native"
 COMPOSITE = False
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+# Looked for, not loaded: asking why_not imports no kernel.
+_BUILT = find_spec("linbias._native") is not None
 _METRICS = {None: 0, "euclidean": 1, "manhattan": 2}
 
 _View = tuple[int, torch.Size, tuple[int, ...]]
-
-
-@cache
-def _built() -> bool:
-    return find_spec("linbias._native") is not None
 
 
 def why_not(problem: Problem) -> str | None:
     """The reason this call cannot run here, or None."""
     if problem.device.type != "cpu":
         return f"runs on CPU tensors, got {problem.device.type!r}"
-    if not _built():
+    if not _BUILT:
         return "the extension was built without a C++ compiler; reinstall linbias with one"
     if problem.dtype not in _DTYPES:
         return f"supports float32, float64, bfloat16 and float16, got {problem.dtype}"
@@ -46,10 +42,10 @@ def forward(problem: Problem, operands: Operands) -> Result:
 
     query = operands.query
     batch, heads, queries, accumulator = problem.batch, problem.heads, problem.queries, problem.accumulator
-    out = torch.empty((batch, heads, queries, problem.value_dim), dtype=problem.dtype)
-    lse = torch.empty((batch, heads, queries), dtype=accumulator)
-    skipped = torch.empty((batch, heads, queries), dtype=accumulator)
-    computed = torch.zeros((batch, heads), dtype=torch.int64)
+    out = torch.empty((batch, heads, queries, problem.value_dim), dtype=problem.dtype, device="cpu")
+    lse = torch.empty((batch, heads, queries), dtype=accumulator, device="cpu")
+    skipped = torch.empty((batch, heads, queries), dtype=accumulator, device="cpu")
+    computed = torch.zeros((batch, heads), dtype=torch.int64, device="cpu")
     results = (out.data_ptr(), lse.data_ptr(), skipped.data_ptr(), computed.data_ptr())
     _native.forward(_sizes(problem, operands), _numbers(problem), _views(operands), results, _variant)
     return Result(out, lse, skipped, computed)
@@ -72,7 +68,7 @@ def backward(
     shapes = (operands.query.shape, operands.key.shape, operands.value.shape, rows, rows)
     dtypes = (problem.dtype,) * 3 + (accumulator,) * 2
     gradients = [
-        torch.empty(shape, dtype=dtype) if need else None
+        torch.empty(shape, dtype=dtype, device="cpu") if need else None
         for shape, dtype, need in zip(shapes, dtypes, needs, strict=True)
     ]
     saved = (_view(out), _view(grad_out), _view(lse), _view(grad_lse))

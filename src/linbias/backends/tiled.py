@@ -7,19 +7,20 @@ the formula on rectangles of pairs, anywhere and with every option.
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .._boxes import Boxes, gaps, maybe_visible
 from .._bounds import Keys, table_sizes
+from .._boxes import Boxes, gaps, maybe_visible
 from .._ledger import Visits, backward_visits, forward_visits, near_mass, rounded_mass
 from ..problem import Gradients, Operands, Problem, Result
 from ..reach import upper_norms
 from . import _tiled_fused as fused
 from ._tiled_backward import Running, backward_piece
-from ._tiled_call import Call, batch_lanes
+from ._tiled_call import Call, batch_lanes, flat_heads
 from ._tiled_pairs import forward_piece, pieces
 from ._tiled_plan import Rectangle, bands, rectangles
 from ._tiled_unseen import without_unseen
@@ -27,9 +28,6 @@ from ._tiled_unseen import without_unseen
 NAME = "tiled"
 COMPOSITE = False
 
-_BUDGET = {"cpu": 1 << 19}
-"""Pairs a rectangle: on a CPU what stays in its caches."""
-_WIDE_BUDGET = 1 << 24
 # Scores beyond this may overflow to inf, which the fused kernel's added mask would turn into NaN.
 _SAFE_SCORE = 1e30
 
@@ -47,25 +45,24 @@ def forward(problem: Problem, operands: Operands) -> Result:
     lanes = problem.batch * problem.heads
     out = call.query.new_zeros((lanes, problem.queries, problem.value_dim))
     lse = call.query.new_full((lanes, problem.queries), -math.inf)
-    computed, visits = [0] * lanes, None
-    if out.shape[0] * problem.queries * problem.keys > 0:
-        keys, norms = Keys.of(problem, operands), upper_norms(operands.query)
-        visits = _forward_visits(call, keys, norms)
-        if fused.available(problem) and _tame(call, keys, norms):
-            plan = bands(problem, visits)
-            out, lse = fused.forward(call, plan)
-            computed = plan.pairs(lanes)
+    computed, skipped = [0] * lanes, torch.zeros_like(lse)
+    if lanes * problem.queries * problem.keys > 0:
+        plan = Plan.of_forward(call)
+        skipped = _skipped(plan.visits, lse)
+        if plan.fusible:
+            banded = bands(problem, plan.visits)
+            out, lse = fused.forward(call, banded)
+            computed = banded.pairs(lanes)
         else:
-            for rectangle in _rectangles(problem, visits):
-                for piece in pieces(rectangle, _BUDGET.get(problem.device.type, _WIDE_BUDGET)):
-                    forward_piece(call, piece, out, lse)
-                    for lane in piece.lanes:
-                        computed[lane] += (piece.rows.stop - piece.rows.start) * piece.width
+            for piece in _pieces(problem, plan.visits):
+                forward_piece(call, piece, out, lse)
+                for lane in piece.lanes:
+                    computed[lane] += (piece.rows.stop - piece.rows.start) * piece.width
     shape = (problem.batch, problem.heads)
     return Result(
         out=out.unflatten(0, shape).to(problem.dtype),
         lse=lse.unflatten(0, shape),
-        skipped=_skipped(problem, visits, lse).unflatten(0, shape),
+        skipped=skipped.unflatten(0, shape),
         computed=torch.tensor(computed, dtype=torch.int64, device=problem.device).view(shape),
     )
 
@@ -82,23 +79,49 @@ def backward(
     """Recompute what matters for rows and keys, judged afresh from `lse`."""
     call = without_unseen(Call.of(problem, operands))
     running = Running.of(call, out, lse, grad_out, grad_lse)
-    if out.shape[0] * problem.heads * problem.queries * problem.keys == 0:
+    if problem.batch * problem.heads * problem.queries * problem.keys == 0:
         return running.gradients(call, needs)
-    keys, norms = Keys.of(problem, operands), upper_norms(operands.query)
     slopes_too = needs[3] or needs[4]
-    if _one_tile(problem):
-        visits = _everything(problem)
-    else:
-        visits = backward_visits(problem, operands, keys, norms, lse, slopes_too=slopes_too)
-    if not slopes_too and grad_lse is None and fused.available(problem) and _tame(call, keys, norms):
-        found = fused.backward(call, bands(problem, visits), out.to(lse.dtype).flatten(0, 1), running)
+    plan = Plan.of_backward(call, lse, slopes_too=slopes_too)
+    if plan.fusible and not slopes_too and grad_lse is None:
+        found = fused.backward(call, bands(problem, plan.visits), flat_heads(out, lse.dtype), running)
         return fused.gradients(problem, found, needs)
     # Nothing may come from a query that saw nothing, whatever it holds.
     call = replace(call, query=call.query.masked_fill((lse == -math.inf).flatten(0, 1).unsqueeze(-1), 0.0))
-    for rectangle in _rectangles(problem, visits):
-        for piece in pieces(rectangle, _BUDGET.get(problem.device.type, _WIDE_BUDGET)):
-            backward_piece(call, piece, running, needs)
+    for piece in _pieces(problem, plan.visits):
+        backward_piece(call, piece, running, needs)
     return running.gradients(call, needs)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one pass visits, and by which engine it may."""
+
+    visits: Visits
+    fusible: bool
+    """The fused engine can run the call."""
+
+    @staticmethod
+    def of_forward(call: Call) -> "Plan":
+        """Judged by lower bounds of what the rows weigh."""
+        problem, operands = call.problem, call.operands
+        keys, norms = Keys.of(problem, operands), upper_norms(operands.query)
+        if _one_tile(problem):
+            visits = _everything(problem)
+        else:
+            visits = forward_visits(problem, operands, keys, norms, _mass(call, keys, norms))
+        return Plan(visits, fused.available(problem) and _tame(call, keys, norms))
+
+    @staticmethod
+    def of_backward(call: Call, lse: Tensor, *, slopes_too: bool) -> "Plan":
+        """Judged by what the rows did weigh."""
+        problem, operands = call.problem, call.operands
+        keys, norms = Keys.of(problem, operands), upper_norms(operands.query)
+        if _one_tile(problem):
+            visits = _everything(problem)
+        else:
+            visits = backward_visits(problem, operands, keys, norms, lse, slopes_too=slopes_too)
+        return Plan(visits, fused.available(problem) and _tame(call, keys, norms))
 
 
 def _one_tile(problem: Problem) -> bool:
@@ -113,20 +136,15 @@ def _everything(problem: Problem) -> Visits:
     return Visits(torch.ones((lanes, 1, 1), dtype=torch.bool), torch.zeros((lanes, 1)), strip, block)
 
 
-def _forward_visits(call: Call, keys: Keys, norms: Tensor) -> Visits:
+def _mass(call: Call, keys: Keys, norms: Tensor) -> Tensor:
+    """(B, H, T): a proven lower bound of the log of each row's weight; -inf where none is of use."""
     problem, operands, options = call.problem, call.operands, call.problem.options
-    if _one_tile(problem):
-        return _everything(problem)
     if options.tolerance == 0 or not bool(keys.norms.isfinite().any()):
-        mass = torch.full_like(norms, -math.inf)
-    elif problem.explicit_positions or options.softcap is not None or any(
-        hiding is not None
-        for hiding in (operands.query_segments, operands.attn_mask, operands.query_unbiased)
-    ):
-        mass = _sampled_mass(call, keys, norms)
-    else:
-        mass = near_mass(problem, operands, keys, norms)
-    return forward_visits(problem, operands, keys, norms, mass)
+        return torch.full_like(norms, -math.inf)
+    hiding = (operands.query_positions, operands.query_segments, operands.attn_mask, operands.query_unbiased)
+    if options.softcap is not None or any(tensor is not None for tensor in hiding):
+        return _sampled_mass(call, keys, norms)
+    return near_mass(problem, operands, keys, norms)
 
 
 def _sampled_mass(call: Call, keys: Keys, norms: Tensor) -> Tensor:
@@ -143,14 +161,21 @@ def _sampled_mass(call: Call, keys: Keys, norms: Tensor) -> Tensor:
         for place, chosen in enumerate(blocks):
             span = slice(place * strip, min((place + 1) * strip, problem.queries))
             run = (chosen * block, min((chosen + 1) * block, problem.keys))
-            for piece in pieces(Rectangle(lanes, span, (run,)), _BUDGET.get(problem.device.type, _WIDE_BUDGET)):
+            for piece in pieces(Rectangle(lanes, span, (run,)), _budget(problem)):
                 forward_piece(call, piece, flat, flat, with_value=False)
     return rounded_mass(problem, keys, norms, lse)
 
 
-def _rectangles(problem: Problem, visits: Visits) -> list[Rectangle]:
+def _pieces(problem: Problem, visits: Visits) -> Iterator[Rectangle]:
+    """The work of the plain engine, in rectangles that fit its memory."""
     cpu = problem.device.type == "cpu"
-    return list(rectangles(problem, visits, rows=128 if cpu else 256, round_to=1 if cpu else 8))
+    for rectangle in rectangles(problem, visits, rows=128 if cpu else 256, round_to=1 if cpu else 8):
+        yield from pieces(rectangle, _budget(problem))
+
+
+def _budget(problem: Problem) -> int:
+    """Pairs a rectangle: on a CPU, what stays in its caches."""
+    return 1 << 19 if problem.device.type == "cpu" else 1 << 24
 
 
 def _tame(call: Call, keys: Keys, norms: Tensor) -> bool:
@@ -166,9 +191,7 @@ def _tame(call: Call, keys: Keys, norms: Tensor) -> bool:
     return score < _SAFE_SCORE and bias < _SAFE_SCORE
 
 
-def _skipped(problem: Problem, visits: Visits | None, lse: Tensor) -> Tensor:
+def _skipped(visits: Visits, lse: Tensor) -> Tensor:
     """(L, T): each row's bound, rounded up."""
-    if visits is None:
-        return torch.zeros_like(lse)
-    spent = visits.spent.repeat_interleave(visits.strip, 1)[:, : problem.queries]
+    spent = visits.spent.repeat_interleave(visits.strip, 1)[:, : lse.shape[1]]
     return (spent * (1 + 2 * torch.finfo(lse.dtype).eps)).to(lse.dtype).to(lse.device)

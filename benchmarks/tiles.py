@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How close the ledgers come to the fewest tiles possible: ``python benchmarks/tiles.py [--steps 150]``.
+
+For each strip of 64 rows and block of 64 keys, at the default tolerance, causal. "fewest" knows the true weights, in
+float64: for each row alone it skips the smallest blocks that fit the tolerance, and a strip visits what the row that
+needs the most visits, which no ledger can undercut. "exact ledger" judges strips as ours does, but by true weights.
+
+Inputs: standard normal (12 heads of 64), the same with a sink (the first key 30 times as long), and the layers of a
+small decoder that the lab trains here for ``--steps`` updates, on text it has not seen.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from linbias import alibi_slopes
+from linbias.backends import reference
+from linbias.backends._tiled_call import Call
+from linbias.backends.tiled import Plan
+from linbias.prepare import Request, prepare
+from linbias.problem import Operands, Problem
+
+TILE = 64
+Content = tuple[Tensor, Tensor, Tensor]
+
+
+def normal(length: int, sink: float = 1.0) -> Content:
+    torch.manual_seed(length)
+    query, key = torch.randn(1, 12, length, 64), torch.randn(1, 12, length, 64)
+    key[:, :, 0] *= sink
+    return query, key, alibi_slopes(12)
+
+
+def trained(steps: int, length: int) -> Iterator[Content]:
+    """Query, key and slopes of each layer of a decoder trained for `steps` updates."""
+    from linbias.lab import positions
+    from linbias.lab.config import ModelConfig, TrainConfig
+    from linbias.lab.data import load_corpus
+    from linbias.lab.train import Run, Trainer
+
+    corpus = load_corpus()
+    run = Run(scheme="alibi", model=ModelConfig(layers=3), train=TrainConfig(steps=steps), corpus=corpus, device="cpu")
+    trainer, seen = Trainer(run), []
+    for _ in range(steps):
+        trainer.update()
+    attend = positions.Alibi.attend
+
+    def record(self: positions.Alibi, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        seen.append((query, key, alibi_slopes(query.shape[1])))
+        return attend(self, query, key, value)
+
+    positions.Alibi.attend = record
+    try:
+        with torch.no_grad():
+            trainer._model(corpus.test.tensor()[None, :length].long())
+    finally:
+        positions.Alibi.attend = attend
+    yield from seen
+
+
+def shares(content: Content) -> tuple[float, float, float]:
+    """Visited by ours, by a ledger of true weights, and fewest possible, as shares of the visible tiles."""
+    query, key, slopes = content
+    problem, operands = prepare(query, key, key, slopes, Request(causal=True))
+    ours = Plan.of_forward(Call.of(problem, operands)).visits.table.sum()
+    blocks = -(-problem.keys // TILE)
+    exact_ledger = fewest = visible = 0
+    wide = prepare(query.double(), key.double(), key.double(), slopes.double(), Request(causal=True))
+    for head in range(problem.heads):
+        weights = _of_head(wide, head)
+        for first in range(0, problem.queries, TILE):
+            rows = weights[first : first + TILE]
+            missing = blocks * TILE - problem.keys
+            rows = torch.nn.functional.pad(rows, (0, missing)).unflatten(1, (blocks, TILE)).sum(-1)
+            reachable = first // TILE + 1
+            visible += reachable
+            tolerance = problem.options.tolerance
+            alone = (rows[:, :reachable].sort(1).values.cumsum(1) <= tolerance).sum(1)
+            fewest += reachable - int(alone.min())
+            together = rows[:, :reachable].amax(0).argsort()
+            fits = (rows[:, together].cumsum(1) <= tolerance).all(0).sum()
+            exact_ledger += reachable - int(fits)
+    return float(ours) / visible, exact_ledger / visible, fewest / visible
+
+
+def _of_head(call: tuple[Problem, Operands], head: int) -> Tensor:
+    """(T, S) float64 weights of one head: all heads at once would not fit."""
+    problem, operands = call
+    one = slice(head, head + 1)
+    single = replace(
+        operands,
+        query=operands.query[:, one],
+        key=operands.key[:, one],
+        value=operands.value[:, one],
+        slopes=operands.slopes[:, one],
+    )
+    return reference.weights(Problem.of(single, problem.options), single)[0, 0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--steps", type=int, default=150, help="updates of the trained decoder; 0 leaves it out")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print("share of the visible 64 x 64 tiles that are visited")
+    print(f"{'inputs':34}{'ours':>8}{'exact ledger':>14}{'fewest':>8}{'ours / fewest':>15}")
+    for length in options.lengths:
+        inputs = {f"normal, {length}": normal(length), f"with a sink, {length}": normal(length, 30.0)}
+        if options.steps and length == options.lengths[-1]:
+            layers = enumerate(trained(options.steps, length))
+            inputs |= {f"trained, {length}, layer {layer}": content for layer, content in layers}
+        for name, content in inputs.items():
+            ours, exact, fewest = shares(content)
+            print(f"{name:34}{ours:8.3f}{exact:14.3f}{fewest:8.3f}{ours / fewest:15.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tiled backend adds to the conformance matrix: its two engines, its bounds on gradients, and its memory."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from torch import Tensor
+
+from linbias import alibi_attention, alibi_slopes
+from linbias.backends import _tiled_fused, reference, tiled
+from linbias.backends._tiled_call import Call
+from linbias.backends._tiled_plan import bands, rectangles
+from linbias.backends.tiled import Plan
+from linbias.bias import dense_penalty, token_positions
+from linbias.prepare import Request, prepare
+from linbias.problem import Operands, Problem
+from linbias.testing import Case, Judge, make_inputs
+from tests.ledger_calls import calls, contents
+from tests.test_ledger import exact_weights, exactly
+
+needs_fused = pytest.mark.skipif(_tiled_fused._FORWARD is None, reason="this torch has no fused attention for the CPU")
+
+
+# --- the engines -----------------------------------------------------------------------------------------------------
+
+# Long enough for bands of several tiles, tall tiles, ragged ends and rows that see nothing.
+SHAPES = (
+    Case(batch=1, heads=3, kv_heads=3, queries=901, keys=901, head_dim=16, value_dim=16, causal=True),
+    Case(batch=2, heads=4, kv_heads=2, queries=515, keys=700, head_dim=8, value_dim=8, causal=True),
+    Case(batch=1, heads=2, kv_heads=1, queries=700, keys=415, head_dim=8, value_dim=8, causal=True),
+    Case(batch=1, heads=3, kv_heads=1, queries=640, keys=640, head_dim=8, value_dim=8, causal=False),
+    Case(batch=1, heads=2, kv_heads=2, queries=650, keys=650, head_dim=8, value_dim=8, causal=True, window=(200, 0)),
+    Case(batch=1, heads=2, kv_heads=2, queries=300, keys=700, head_dim=8, value_dim=8, window=(40, 30)),
+)
+
+
+@needs_fused
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_both_engines_conform(case: Case, monkeypatch: pytest.MonkeyPatch):
+    inputs = make_inputs(case)
+    # Without a gradient of the lse or the slopes the fused engine runs the backward too; see the next test.
+    judge = Judge.of(inputs)
+    call = Call.of(*inputs.resolve())
+    assert Plan.of_forward(call).fusible
+    judge.assert_conforms("tiled")
+    monkeypatch.setattr(_tiled_fused, "_FORWARD", None)
+    assert not Plan.of_forward(call).fusible
+    judge.assert_conforms("tiled")
+
+
+@needs_fused
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_fused_gradients_agree_with_the_plain_ones(case: Case, monkeypatch: pytest.MonkeyPatch):
+    inputs = make_inputs(case)
+    judge = Judge.of(make_inputs(case))
+
+    def gradients() -> list[Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)]
+        out = alibi_attention(*leaves, inputs.slopes, **inputs.options, backend="tiled")
+        return list(torch.autograd.grad(out, leaves, inputs.grad_out))
+
+    fused = gradients()
+    monkeypatch.setattr(_tiled_fused, "_FORWARD", None)
+    plain = gradients()
+    for name, first, second in zip(("query", "key", "value"), fused, plain, strict=True):
+        budget = 4 * judge.plain_error[f"grad_{name}"] + 1e-6 * float(first.abs().max())
+        assert float((first - second).abs().max()) <= budget, name
+
+
+@needs_fused
+def test_a_far_sink_is_merged_in(monkeypatch: pytest.MonkeyPatch):
+    query, key = contents("normal", 1, 2, 2, 1024, 1024, 16)
+    key[:, :, 3] *= 40
+    value, grad = torch.randn(1, 2, 1024, 16), torch.randn(1, 2, 1024, 16)
+    problem, operands = prepare(query, key, value, torch.tensor([0.4, 0.6]), Request(causal=True))
+    plan = Plan.of_forward(Call.of(problem, operands))
+    banded = bands(problem, plan.visits)
+    assert plan.fusible and banded.far, "the sink must lie apart from the near keys"
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    out, aux = alibi_attention(*leaves, operands.slopes[0], causal=True, backend="tiled", return_aux=True)
+    wide = [tensor.detach().double().requires_grad_() for tensor in leaves]
+    exact, exact_aux = alibi_attention(
+        *wide, operands.slopes[0].double(), causal=True, backend="reference", return_aux=True
+    )
+    plain = alibi_attention(*leaves, operands.slopes[0], causal=True, backend="reference")
+    assert (out - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
+    assert (aux.lse - exact_aux.lse).abs().max() <= 1e-5 * exact_aux.lse.abs().max()
+    found, wanted, formula = (
+        torch.autograd.grad(result, inputs, grad.to(result.dtype), retain_graph=True)
+        for result, inputs in ((out, leaves), (exact, wide), (plain, leaves))
+    )
+    for ours, true, theirs in zip(found, wanted, formula, strict=True):
+        assert (ours - true).abs().max() <= 2 * (theirs - true).abs().max() + 2**-23 * true.abs().max()
+
+
+@settings(max_examples=40)
+@given(calls())
+def test_pieces_cover_every_visit_once(call: tuple[Problem, Operands]):
+    problem, operands = call
+    plan = Plan.of_forward(Call.of(problem, operands))
+    visits, lanes = plan.visits, problem.batch * problem.heads
+    wanted = visits.table.repeat_interleave(visits.strip, 1)[:, : problem.queries]
+    wanted = wanted.repeat_interleave(visits.block, 2)[:, :, : problem.keys]
+    for round_to in (1, 3):
+        counts = torch.zeros((lanes, problem.queries, problem.keys), dtype=torch.int64)
+        for rectangle in rectangles(problem, visits, rows=128, round_to=round_to):
+            for first, last in rectangle.runs:
+                counts[list(rectangle.lanes), rectangle.rows, first:last] += 1
+        assert counts.max() <= 1 and (counts[wanted] == 1).all()
+
+
+@needs_fused
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_bands_cover_every_visible_visit_once(case: Case):
+    problem, operands = make_inputs(case).resolve()
+    visits = Plan.of_forward(Call.of(problem, operands)).visits
+    banded = bands(problem, visits)
+    counts = torch.zeros((problem.batch * problem.heads, problem.queries, problem.keys), dtype=torch.int64)
+    for band, lanes in (*banded.near.items(), *banded.far.items()):
+        for tile in range(band.count):
+            rows = slice(band.first_row + tile * band.rows, band.first_row + (tile + 1) * band.rows)
+            first = band.first_key + tile * band.rows
+            assert first >= 0 and first + band.span <= problem.keys
+            counts[lanes, rows, first : first + band.span] += 1
+    wanted = visits.table.repeat_interleave(visits.strip, 1)[:, : problem.queries]
+    wanted = wanted.repeat_interleave(visits.block, 2)[:, :, : problem.keys]
+    visible = exact_weights(problem, operands).flatten(0, 1) > 0
+    assert counts.max() <= 1 and (counts[wanted & visible] == 1).all()
+    assert banded.pairs(len(counts)) == counts.sum((1, 2)).tolist()
+
+
+def test_what_it_counts_and_spends_is_what_it_did():
+    query, key = contents("normal", 1, 3, 3, 700, 700, 8)
+    slopes = torch.tensor([1.0, 0.01, 0.0])
+    out, aux = alibi_attention(query, key, key, slopes, causal=True, backend="tiled", return_aux=True)
+    causal = 700 * 701 // 2
+    assert aux.computed[0] < causal / 2 <= causal <= aux.computed[1] <= aux.computed[2] <= 700 * 700
+    assert 0 < aux.skipped[0, 0].max() <= torch.finfo(torch.float32).eps / 4 and aux.skipped[0, 2].max() == 0
+
+
+# --- gradients under a coarse tolerance: docs/proof.md, section 5 ----------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(calls())
+def test_gradients_stay_within_the_stated_bounds(call: tuple[Problem, Operands]):
+    problem, operands = exactly(*call)
+    assume(
+        all((s >= 0).all() and (s < math.inf).all() for s in (operands.slopes, operands.future_slopes) if s is not None)
+    )
+    grad_out = torch.randn(problem.batch, problem.heads, problem.queries, problem.value_dim, dtype=torch.float64)
+    grad_lse = torch.randn(grad_out.shape[:3], dtype=torch.float64)
+    needs = (True, True, True, True, operands.future_slopes is not None)
+    result = tiled.forward(problem, operands)
+    found = tiled.backward(problem, operands, result.out, result.lse, grad_out, grad_lse, needs)
+    names = ("query", "key", "value", "slopes", "future_slopes")
+    leaves = {name: getattr(operands, name).clone().requires_grad_() for name, need in zip(names, needs) if need}
+    exact = reference.forward(problem, replace(operands, **leaves))
+    wanted = torch.autograd.grad((exact.out, exact.lse), list(leaves.values()), (grad_out, grad_lse))
+    limits = stated_bounds(problem, operands, grad_out, grad_lse)
+    for (name, leaf), true in zip(leaves.items(), wanted, strict=True):
+        error = (getattr(found, name) - true).abs()
+        rounding = 1e-9 * (1 + true.abs().max())
+        assert (error <= limits[name] + rounding).all(), f"{name}: {(error - limits[name]).max():.3g} too much"
+
+
+def stated_bounds(problem: Problem, operands: Operands, grad_out: Tensor, grad_lse: Tensor) -> dict[str, Tensor]:
+    """Section 5 of docs/proof.md, in its letters."""
+    tau, scale = problem.options.tolerance, abs(problem.options.scale)
+    weights = exact_weights(problem, operands)
+    value, key = (each.repeat_interleave(problem.group, 1) for each in (operands.value, operands.key))
+    products = grad_out @ value.mT
+    reached = (products.abs() * (weights > 0)).amax((2, 3), keepdim=True)
+    w, ell = reached, grad_lse.abs().amax(2)[..., None, None]
+    visited, skipped = (4 * w + ell) * tau / (1 - tau), (2 * w + ell) * tau
+    columns = weights.sum(2)[..., None]
+    length = {"query": operands.query.norm(dim=-1).amax(-1), "key": key.norm(dim=-1).amax(-1)}
+    largest = grad_out.abs().amax(2, keepdim=True)
+
+    def grouped(bound: Tensor) -> Tensor:
+        return bound.unflatten(1, (problem.kv_heads, problem.group)).sum(2)
+
+    ones = torch.ones((1, 1), dtype=torch.float64)
+    distance = dense_penalty(
+        ones, None, *token_positions(operands), operands.query_unbiased, operands.key_unbiased,
+        metric=problem.options.metric,
+    )  # fmt: skip
+    both = operands.slopes if operands.future_slopes is None else torch.maximum(operands.slopes, operands.future_slopes)
+    slope = torch.where(both == 0, 1.0, both).expand(problem.batch, problem.heads)
+    drift = (weights * distance).sum((2, 3)) * visited[..., 0, 0] + problem.queries / slope * skipped[..., 0, 0]
+    drift = drift if operands.slopes.shape[0] > 1 else drift.sum(0, keepdim=True)
+    return {
+        "query": scale * length["key"][..., None, None] * (visited + skipped),
+        "key": grouped(scale * length["query"][..., None, None] * (visited * columns + skipped)),
+        "value": grouped(largest * (tau / (1 - tau) * columns + tau)),
+        "slopes": drift,
+        "future_slopes": drift,
+    }
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import resource, sys, torch
+torch.set_num_threads(1)
+from linbias import alibi_attention, alibi_slopes
+length, backward = int(sys.argv[1]), sys.argv[2] == "backward"
+def call(length):
+    query, key, value = (torch.randn(1, 8, length, 32, requires_grad=backward) for _ in range(3))
+    out = alibi_attention(query, key, value, alibi_slopes(8), causal=True, backend="tiled")
+    if backward:
+        out.sum().backward()
+call(64)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+call(length)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_memory_is_linear_in_the_length(way: str):
+    """In fresh processes: four times the length may cost four times the memory, where a dense matrix costs sixteen."""
+
+    def peak(length: int) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURE, str(length), way], check=True, capture_output=True, text=True
+        )
+        return int(done.stdout)
+
+    short, long = peak(2048), peak(8192)
+    dense = 8 * 8192**2 * 4 / 1024
+    assert long < 5 * max(short, 8 * 1024), f"{short} KiB at 2,048 tokens, {long} KiB at 8,192"
+    assert long < dense / 4
+
+
+def test_a_functorch_gradient_is_refused():
+    query, slopes = torch.randn(1, 1, 5, 4), alibi_slopes(1)
+    with pytest.raises(NotImplementedError, match="functorch"):
+        torch.func.grad(lambda q: alibi_attention(q, query, query, slopes, causal=True, backend="tiled").sum())(query)
+
+
+def test_rows_that_see_nothing_between_rows_that_do():
+    query, key = contents("normal", 1, 2, 2, 200, 70, 8)
+    out, aux = alibi_attention(query, key, key, alibi_slopes(2), causal=True, backend="tiled", return_aux=True)
+    assert out[:, :, :130].eq(0).all() and aux.lse[:, :, :130].eq(-math.inf).all()
+    assert aux.lse[:, :, 130:].isfinite().all()
