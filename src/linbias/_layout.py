@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Layout`: which token of which sequence is in which slot of a cache."""
+"""`Layout`: which token of which sequence is in which slot of a cache, and what that makes of a call to `attend`."""
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -9,6 +10,22 @@ from torch import Tensor
 from ._slots import Counts, Storage
 from .checks import check_count, check_tensor
 from .prepare import Request
+
+_OWNED = {
+    "key_mask": "give padding to append(mask=...)",
+    "key_positions": "give positions to append(positions=...)",
+    "query_positions": "give positions to append(positions=...)",
+    "query_segments": "each of its sequences sees only itself",
+    "key_segments": "each of its sequences sees only itself",
+    "key_bounds": "it keeps its own",
+    "metric": "its positions are places in a text; call alibi_attention for coordinates",
+}
+_WINDOWED = {
+    "window": "the window was fixed with the cache, which evicts by it",
+    "sinks": "the sinks were fixed with the cache, which evicts by them",
+    "prefix": "the prefix may have been evicted",
+}
+_OPTIONS = {field.name for field in fields(Request)} - {"causal", "unbiased_marks"}
 
 
 def column(counts: Counts) -> Counts:
@@ -145,6 +162,16 @@ def _pick(counts: Counts, index: Tensor) -> Counts:
     return counts[index] if isinstance(counts, Tensor) and counts.shape[0] > 1 else counts
 
 
+def check_options(options: Iterable[str], *, windowed: bool) -> None:
+    """Refuse by name what `KVCache.attend` does not take."""
+    for name in options:
+        reason = _OWNED.get(name) or (_WINDOWED.get(name) if windowed else None)
+        if reason is not None:
+            raise TypeError(f"attend takes no {name}, which is the cache's: {reason}")
+        if name not in _OPTIONS:
+            raise TypeError(f"attend has no option {name!r}; it takes those of alibi_attention")
+
+
 def check_counts(name: str, counts: Tensor, storage: Storage) -> Tensor:
     """(B,) integers, one a sequence, as int64."""
     check_tensor(name, counts, storage.key)
@@ -160,7 +187,7 @@ def check_counts(name: str, counts: Tensor, storage: Storage) -> Tensor:
 def token_positions(storage: Storage, layout: Layout, slots: Tensor) -> Tensor:
     """(b, n): the position of the token at each slot; before a sequence's first slot they count on backwards."""
     stored = storage.read_positions(layout.end)
-    if stored is None:
+    if stored is None or layout.end == 0:
         return layout.index(slots)
     slots = slots.expand(stored.shape[0], -1)
     return torch.where(slots < 0, slots, stored.gather(1, slots.clamp_min(0)))

@@ -160,7 +160,11 @@ class Pages:
             lost.append(count * self.page)
         if any(lost):
             self._write_table(self._table.shape[1])
-        gone = max(lost, default=0) if isinstance(lengths, int) else torch.tensor(lost, device=self.key.device)
+        gone = (
+            max(lost, default=0)
+            if isinstance(lengths, int)
+            else torch.tensor(lost, dtype=torch.int64, device=self.key.device)
+        )
         return Evicted(gone, head * self.page, max(self._filled, default=0))
 
     def forget(self, lengths: Counts) -> None:
@@ -223,6 +227,7 @@ def unseen_pages(
     """
     rows, dim = query.shape[2:]
     plain = options.keys() <= {"scale", "softcap", "tolerance", "future_slopes"} and 0 < rows <= min(_FEW_ROWS, end)
+    plain = plain and end > 2 * pages.page  # the first and the newest page are always read
     if not plain or query.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return 0, 0.0
     own = pages.newest(end, rows)
@@ -242,7 +247,7 @@ def unseen_pages(
 def _content(pages: Pages, end: int, query: Tensor, own: Tensor, scale: float, softcap: float | None) -> Tensor:
     """(B, H, T): by how much the score of a key beyond the first page can exceed the row's own, before the bias."""
     group = query.shape[1] // own.shape[1]
-    largest = pages.norms[pages.table(end)[:, 1:]].amax(1).double() if end > pages.page else pages.norms.new_zeros(1, 1)
+    largest = pages.norms[pages.table(end)[:, 1:]].amax(1).double()
     highest = abs(scale) * upper_norms(query).double() * largest.repeat_interleave(group, 1)[:, :, None]
     score = scale * (query.double() * own.double().repeat_interleave(group, 1)).sum(-1)
     if softcap is not None:

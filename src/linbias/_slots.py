@@ -242,13 +242,14 @@ class Slots:
 
     def select(self, index: Tensor, end: int) -> None:
         """In place where the count of sequences stays, so that addresses do too."""
-        for name, used in (("key", end), ("value", end), ("norms", -(-end // self.block))):
+        for name in ("key", "value"):
             old: Tensor = getattr(self, name)
-            chosen = old[:, :, :used].index_select(0, index)
+            chosen = old[:, :, :end].index_select(0, index)
             if chosen.shape[0] == old.shape[0]:
-                old[:, :, :used] = chosen
+                old[:, :, :end] = chosen
             else:
-                setattr(self, name, grown(chosen, 2, old.shape[2], used))
+                setattr(self, name, grown(chosen, 2, old.shape[2], end))
+        self.norms = self.norms.index_select(0, index)
         if self.positions is not None:
             self.positions = self.positions.index_select(0, index)
 

@@ -2,14 +2,14 @@
 """`KVCache`: the keys and values of past tokens, kept so that a step reads no more of them than its heads can see."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from . import attention
-from ._layout import Layout, check_counts, placed, token_positions
+from ._layout import Layout, check_counts, check_options, placed, token_positions
 from ._pages import Pages, unseen_pages
 from ._slots import Slots, check_fit, check_tokens
 from ._streaming import stream
@@ -18,22 +18,6 @@ from .cache_report import CacheReport, content_bound, report, view
 from .checks import check_count, check_tensor, check_window, position_rows, slope_rows, token_rows
 from .prepare import Request
 from .problem import accumulating_dtype
-
-_OWNED = {
-    "key_mask": "give padding to append(mask=...)",
-    "key_positions": "give positions to append(positions=...)",
-    "query_positions": "give positions to append(positions=...)",
-    "query_segments": "each of its sequences sees only itself",
-    "key_segments": "each of its sequences sees only itself",
-    "key_bounds": "it keeps its own",
-    "metric": "its positions are places in a text; call alibi_attention for coordinates",
-}
-_WINDOWED = {
-    "window": "the window was fixed with the cache, which evicts by it",
-    "sinks": "the sinks were fixed with the cache, which evicts by them",
-    "prefix": "the prefix may have been evicted",
-}
-_OPTIONS = {field.name for field in fields(Request)} - {"causal", "unbiased_marks"}
 
 
 class KVCache:
@@ -171,7 +155,7 @@ class KVCache:
             storage.reserve(layout.end, tokens, real)
         elif storage.key.device.type == "cpu" and not torch.compiler.is_compiling():
             # Elsewhere reading the lengths would wait for the device; there the write itself fails.
-            used = int(torch.as_tensor(layout.lengths).amax())
+            used = max(self.lengths.tolist(), default=0)
             if used + tokens > self._capacity:
                 raise IndexError(
                     f"the cache has capacity={self._capacity} and holds {used} tokens, so {tokens} more, padding "
@@ -232,7 +216,7 @@ class KVCache:
         storage = self._opened()
         if check_tensor("query", query).dim() != 4:
             raise ValueError(f"query must have shape (batch, heads, tokens, head dim), got {tuple(query.shape)}")
-        self._check_options(options)
+        check_options(options, windowed=self._window is not None)
         if self._window is not None:
             options.update(window=self._window, sinks=self._sinks)
         skip, spent = 0, 0.0
@@ -251,14 +235,6 @@ class KVCache:
         if skip:
             result = replace(result, skipped=result.skipped + spent)
         return (result.out, Aux.of(result)) if return_aux else result.out
-
-    def _check_options(self, options: dict[str, Any]) -> None:
-        for name in options:
-            reason = _OWNED.get(name) or (None if self._window is None else _WINDOWED.get(name))
-            if reason is not None:
-                raise TypeError(f"attend takes no {name}, which is the cache's: {reason}")
-            if name not in _OPTIONS:
-                raise TypeError(f"attend has no option {name!r}; it takes those of alibi_attention")
 
     def crop(self, length: int | Tensor) -> None:
         """Keep the first `length` tokens of each sequence's text, e.g. those a draft got right.
@@ -312,14 +288,14 @@ class KVCache:
         chosen = torch.as_tensor(index, device=storage.key.device)
         if chosen.dim() != 1 or (chosen.numel() and (chosen.is_floating_point() or chosen.dtype == torch.bool)):
             raise TypeError(f"index must be integers of shape (n,), got {chosen.dtype} {tuple(chosen.shape)}")
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # what inference mode makes could not be written to outside
             storage.select(chosen.long(), self._layout.end)
             self._layout.select(chosen.long())
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "KVCache":
         """Move the cache, or convert its keys and values; returns itself."""
         storage = self._opened()
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             storage.to(None if device is None else torch.device(device), dtype)
         self._layout.to(storage.key.device)
         return self
@@ -374,9 +350,9 @@ class KVCache:
         seen = view(storage, self._layout, self._window, self._sinks, capped=self._streams)
         eps = torch.finfo(accumulating_dtype(storage.key.dtype)).eps
         rows = slope_rows("slopes", slopes, storage.sizes[0], None, torch.float64, storage.key).detach()
-        content = (
-            None if query is None else content_bound(query.detach(), storage.read(self._layout.end)[2].norms, scale)
-        )
+        content = None
+        if query is not None:
+            content = content_bound(query.detach(), storage.read(self._layout.end)[2].norms, scale)
         return report(seen, rows, content, self._sinks or 1, eps / 4 if tolerance is None else tolerance)
 
     @property
