@@ -105,7 +105,8 @@ def flex_score_mod(
     """
     past = _per_head("slopes", slopes)
     future = None if future_slopes is None else _per_head("future_slopes", future_slopes)
-    check_count("offset", offset)
+    if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):  # pyright: ignore
+        raise TypeError(f"offset must be an int, got {offset!r}")
     check_count("unbiased", unbiased)
     if (query_positions is None) != (key_positions is None) or (query_positions is not None and offset):
         raise ValueError("query_positions and key_positions must be given together, and without an offset")
@@ -252,7 +253,7 @@ class _Blocks:
         # Queries before the first key have no own key: theirs is that far away, and reach counts from there.
         gap = (-self._first_query).clamp_min(0)
         near = ~(self._back > past) & ~(self._ahead > future + gap)
-        return near | (self._first_key < unbiased) | (self._first_query < unbiased)
+        return near | (self._first_key < unbiased) | (self._first_query < unbiased) if unbiased else near
 
     def visible(self, left: int | None, right: int | None) -> tuple[Tensor, Tensor]:
         """Pairs of blocks in which the window shows some pair of tokens, and every one."""
@@ -274,27 +275,29 @@ def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 def _inside(queries: int, keys: int, left: int | None, right: int | None) -> MaskMod | None:
     """The window as a mask_mod; None if it hides nothing."""
-    if left is None and right is None:
-        return None
-    offset = keys - queries
+    # Plain numbers to capture: compiled for dynamic shapes, FlexAttention takes no expression of them.
+    last = None if right is None else keys - queries + right
+    first = None if left is None else keys - queries - left
 
     def inside(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        distance = q_idx + offset - kv_idx
-        if left is None:
-            return distance >= -cast(int, right)
-        return distance <= left if right is None else (distance <= left) & (distance >= -right)
+        if last is None:
+            return q_idx + cast(int, first) <= kv_idx
+        early_enough = q_idx + last >= kv_idx
+        return early_enough if first is None else early_enough & (q_idx + first <= kv_idx)
 
-    return inside
+    return None if left is None and right is None else inside
 
 
 def _per_head(name: str, slopes: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """(b, h) -> slope."""
     check_tensor(name, slopes)
-    rows = slope_rows(name, slopes, None, None, slopes.dtype)
-    if rows.shape[0] != 1:
-        return lambda b, h: rows[b, h]
-    row = rows[0]
-    return lambda b, h: row[h]
+    slope_rows(name, slopes, None, None, slopes.dtype)
+    # What was given is what is captured: a view of a parameter would be no leaf, which makes torch.compile warn.
+    if slopes.dim() == 1:
+        return lambda b, h: slopes[h]
+    if slopes.shape[0] == 1:
+        return lambda b, h: slopes[0, h]
+    return lambda b, h: slopes[b, h]
 
 
 def _per_token(name: str, positions: Tensor | None, like: Tensor) -> Callable[[Tensor, Tensor], Any]:
@@ -302,7 +305,6 @@ def _per_token(name: str, positions: Tensor | None, like: Tensor) -> Callable[[T
     if positions is None:
         return lambda b, index: index
     rows = position_rows(name, check_tensor(name, positions, like), None, None, None, torch.int64)
-    if rows.shape[0] != 1:
-        return lambda b, index: rows[b, index]
-    row = rows[0]
-    return lambda b, index: row[index]
+    if rows.shape[0] == 1:
+        return lambda b, index: rows[0, index]
+    return lambda b, index: rows[b, index]
