@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first experiment: train each positional scheme on short passages, test all of them on longer texts."""
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .config import AnyScheme, CompareCommand, TrainedScheme
+from .data import Corpus, load_corpus, require_bytes
+from .display import open_display
+from .environment import machine, versions
+from .evaluate import Trial, score, scored_bytes, testing_cost
+from .model import build_decoder, count_parameters
+from .monitor import Monitor
+from .positions import why_not
+from .results import Results, Row, make_cells
+from .runner import Job, run_jobs, usable_cores
+from .storage import load_tensors
+from .train import Run, load_checkpoint, resolve_device, train, training_cost
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a comparison will do, worked out and checked before anything runs."""
+
+    command: CompareCommand
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """The text, read once per process."""
+        return _corpus(self.command.data)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """The test lengths, ascending."""
+        return self.command.evaluate.lengths_for(self.command.train.length)
+
+    @cached_property
+    def scored(self) -> int:
+        """How many bytes of the test text are scored."""
+        return scored_bytes(self.corpus.test, self.command.evaluate, self.lengths)
+
+    @cached_property
+    def device(self) -> str:
+        """Where it computes."""
+        return resolve_device(self.command.device)
+
+    @property
+    def workers(self) -> int:
+        """How many processes; accelerators and their memory are not shared unless asked."""
+        if self.command.workers is not None:
+            return self.command.workers
+        return min(usable_cores(), len(self.command.schemes)) if self.device == "cpu" else 1
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of trained models."""
+        return self.command.out / "checkpoints"
+
+    @property
+    def scores(self) -> Path:
+        """Folder of losses per byte."""
+        return self.command.out / "scores"
+
+    def run(self, scheme: TrainedScheme) -> Run:
+        """What is trained for `scheme`."""
+        return Run(
+            scheme=scheme,
+            model=self.command.model,
+            train=self.command.train,
+            corpus=self.corpus,
+            device=self.device,
+        )
+
+    def trials(self, scheme: TrainedScheme) -> list[tuple[AnyScheme, int]]:
+        """Return the tests of a trained scheme: itself at every length it can run at, and what explains it."""
+        tests: list[tuple[AnyScheme, int]] = [
+            (scheme, length) for length in self.lengths if self.why_not(scheme, length) is None
+        ]
+        longest = self.lengths[-1]
+        if scheme == "alibi" and longest > self.command.train.length:
+            tests.append(("alibi-window", longest))
+        return tests
+
+    def why_not(self, scheme: TrainedScheme, length: int) -> str | None:
+        """Return why `scheme` cannot be tested at `length`, None if it can."""
+        return why_not(scheme, self.command.model, self.command.train.length, length)
+
+    def check(self) -> None:
+        """Raise DataError or ConfigError if the plan cannot be carried out."""
+        length = self.command.train.length
+        require_bytes(self.corpus.train, length + 1, f"to train on passages of {length:,}")
+        require_bytes(self.corpus.validation, length + 1, f"to validate on passages of {length:,}")
+        assert self.scored > 0 and self.device
+
+    def jobs(self) -> list[Job]:
+        """Return all jobs: training first, then tests, the longest first, so that no core idles at the end."""
+        trainings = [
+            Job(
+                name=f"train {scheme}",
+                cost=training_cost(self.command.model, self.command.train),
+                work=partial(_train, self.command, scheme),
+            )
+            for scheme in self.command.schemes
+        ]
+        tests = [
+            Job(
+                name=f"test {name} at {length:,}",
+                cost=testing_cost(self.command.model, length, self.scored, self.command.evaluate.stride),
+                after=f"train {scheme}",
+                work=partial(_test, self.command, scheme, name, length),
+            )
+            for scheme in self.command.schemes
+            for name, length in reversed(self.trials(scheme))
+        ]
+        return trainings + tests
+
+
+@cache
+def _corpus(source: Path | None) -> Corpus:
+    return load_corpus(source)
+
+
+def _train(command: CompareCommand, scheme: TrainedScheme, monitor: Monitor) -> None:
+    plan = Plan(command)
+    train(plan.run(scheme), plan.checkpoints, monitor)
+
+
+def _test(command: CompareCommand, trained: TrainedScheme, scheme: AnyScheme, length: int, monitor: Monitor) -> None:
+    trial = _trial(Plan(command), trained, scheme, length)
+    score(trial, monitor, trial.file(Plan(command).scores))
+
+
+def _trial(plan: Plan, trained: TrainedScheme, scheme: AnyScheme, length: int) -> Trial:
+    return Trial(
+        trained=load_checkpoint(plan.run(trained).checkpoint(plan.checkpoints)),
+        scheme=scheme,
+        text=plan.corpus.test,
+        length=length,
+        scored=plan.scored,
+        stride=plan.command.evaluate.stride,
+        device=plan.device,
+    )
+
+
+def collect(plan: Plan) -> Results:
+    """Read the checkpoints and scores of a plan that was carried out."""
+    scored, command = plan.scored, plan.command
+    segments = scored // plan.lengths[-1]
+    return Results(
+        text=plan.corpus.test.name,
+        trained_length=command.train.length,
+        lengths=plan.lengths,
+        scored=scored,
+        stride=command.evaluate.stride,
+        segments=segments,
+        rows=tuple(row for scheme in command.schemes for row in _rows(plan, scheme, segments)),
+        settings=json.loads(json.dumps(asdict(command), default=str)),
+        corpus=_describe(plan.corpus),
+        environment={"versions": versions(), "machine": machine(), "device": plan.device, "workers": plan.workers},
+    )
+
+
+def _rows(plan: Plan, trained: TrainedScheme, segments: int) -> list[Row]:
+    """The row of a trained scheme, and one for each scheme that was run with its weights."""
+    path = plan.run(trained).checkpoint(plan.checkpoints)
+    about = load_checkpoint(path).about
+    scores: dict[AnyScheme, dict[int, Tensor | str]] = {
+        trained: {length: reason for length in plan.lengths if (reason := plan.why_not(trained, length))}
+    }
+    for scheme, length in plan.trials(trained):
+        file = _trial(plan, trained, scheme, length).file(plan.scores)
+        scores.setdefault(scheme, {})[length] = load_tensors(file)[0]["nats"]
+    return [
+        Row(
+            scheme=scheme,
+            parameters=count_parameters(build_decoder(plan.command.model, scheme, plan.command.train.length, seed=0)),
+            seconds=about["seconds"],
+            curve=about["curve"],
+            checkpoint=path.name,
+            cells=make_cells(found, segments, plan.command.evaluate.stride),
+        )
+        for scheme, found in scores.items()
+    ]
+
+
+def _describe(corpus: Corpus) -> dict[str, Any]:
+    splits = {
+        name: {"text": text.name, "bytes": len(text.content), "sha256": text.digest}
+        for name, text in (("train", corpus.train), ("validation", corpus.validation), ("test", corpus.test))
+    }
+    return {"name": corpus.name, "splits": splits}
+
+
+def compare(command: CompareCommand) -> Results:
+    """Run a comparison, or what is missing of it, and return what it found.
+
+    Raises:
+        Interrupted: stopped on request; calling again goes on.
+        DataError, ConfigError: it cannot be carried out; nothing has run.
+    """
+    plan = Plan(command)
+    plan.check()
+    jobs = plan.jobs()
+    display = open_display("compare", sum(job.cost for job in jobs))
+    try:
+        run_jobs(jobs, plan.workers, display)
+    finally:
+        display.close()
+    return collect(plan)

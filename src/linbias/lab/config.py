@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an experiment can be told. The command line is generated from these classes, one flag per field."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+VOCABULARY = 256
+"""Models read and predict bytes."""
+
+TrainedScheme = Literal["alibi", "sinusoidal", "learned", "rope", "none"]
+AnyScheme = Literal["alibi", "sinusoidal", "learned", "rope", "none", "alibi-window"]
+Split = Literal["train", "validation", "test"]
+DtypeName = Literal["float16", "bfloat16", "float32", "float64"]
+
+ALL_SCHEMES: tuple[TrainedScheme, ...] = ("alibi", "sinusoidal", "learned", "rope", "none")
+
+
+class ConfigError(ValueError):
+    """A setting outside its range, alone or together with another."""
+
+
+def at_least(least: float, **values: float | None) -> None:
+    """Raise ConfigError, naming the field, unless each value is None or at least `least`."""
+    for name, value in values.items():
+        if value is not None and not value >= least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of the decoder."""
+
+    layers: int = 4
+    """Blocks of attention and feed-forward."""
+    width: int = 128
+    """Numbers that describe a byte between blocks; the feed-forward is four times as wide."""
+    heads: int = 8
+    """Attention heads; width / heads must be an even whole number."""
+
+    def __post_init__(self) -> None:
+        at_least(1, layers=self.layers, width=self.width, heads=self.heads)
+        if self.width % (2 * self.heads):
+            raise ConfigError(
+                f"width must be a multiple of twice the heads, got width {self.width} with {self.heads} heads; "
+                f"try width {2 * self.heads * max(1, round(self.width / (2 * self.heads)))}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How a model is trained: AdamW, warm-up, then a learning rate that falls linearly to zero."""
+
+    length: int = 128
+    """Bytes in a training passage: the L that test lengths are multiples of."""
+    steps: int = 500
+    """Updates of the weights."""
+    passages: int = 8
+    """Passages in one update."""
+    learning_rate: float = 4e-3
+    """Largest learning rate, reached after warm-up."""
+    warmup: int = 20
+    """Updates during which the learning rate rises from zero."""
+    weight_decay: float = 0.1
+    """Decay of matrices; vectors are not decayed."""
+    clip: float = 1.0
+    """Longest gradient, as a Euclidean norm, that an update may follow."""
+    seed: int = 1
+    """Of the first weights and of the choice of passages, the same for every scheme."""
+
+    def __post_init__(self) -> None:
+        at_least(1, length=self.length, steps=self.steps, passages=self.passages)
+        at_least(0, warmup=self.warmup, weight_decay=self.weight_decay, seed=self.seed)
+        for name in ("learning_rate", "clip"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be greater than 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """How a model is tested."""
+
+    lengths: tuple[int, ...] | None = None
+    """Test lengths in bytes; 1, 2, 4, 8 and 16 times the training length if not given."""
+    test_bytes: int = 131_072
+    """At most how many bytes are scored: the same bytes for every scheme and length, each once."""
+    stride: int | None = None
+    """Bytes by which the window moves on. Not given: its whole length, and bytes at its start are guessed from little
+    context. 1: every byte is guessed from a full window (the paper's sliding evaluation), at length times the cost."""
+
+    def __post_init__(self) -> None:
+        at_least(1, test_bytes=self.test_bytes, stride=self.stride)
+        if self.lengths is None:
+            return
+        if not self.lengths or min(self.lengths) < 1:
+            raise ConfigError(f"lengths must be one or more whole numbers of at least 1, got {self.lengths}")
+        if self.stride is not None and self.stride > min(self.lengths):
+            raise ConfigError(
+                f"stride must not exceed the shortest length, {min(self.lengths)}, got {self.stride}; "
+                "bytes between two windows would go unscored"
+            )
+
+    def lengths_for(self, trained: int) -> tuple[int, ...]:
+        """Return the test lengths, ascending, for a model trained at `trained` bytes.
+
+        Raises: ConfigError if the stride exceeds the shortest of them.
+        """
+        if self.lengths is not None:
+            return tuple(sorted(set(self.lengths)))
+        if self.stride is not None and self.stride > trained:
+            raise ConfigError(f"stride must not exceed the shortest length, {trained}, got {self.stride}")
+        return tuple(trained * factor for factor in (1, 2, 4, 8, 16))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand:
+    """Train one model with one positional scheme and keep it as a checkpoint.
+
+    Interrupt it whenever you like (Ctrl-C): the same command goes on where it stopped, and ends with the weights it
+    would have had without the interruption, bit for bit on the same machine. If nothing changed since a finished run,
+    its checkpoint is reused.
+    """
+
+    scheme: TrainedScheme = "alibi"
+    """How the model knows where a byte stands."""
+    data: Path | None = None
+    """Text file or folder to train on; the embedded novels if not given. A folder with train, validation and test
+    files (any suffix) is split that way, anything else 80 / 10 / 10 in order."""
+    out: Path = Path("linbias-runs")
+    """Folder for checkpoints."""
+    device: str = "auto"
+    """Where to compute: cpu, cuda, mps ...; auto takes CUDA if there is one."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateCommand:
+    """Test a trained checkpoint on text it has not seen, at lengths of your choice."""
+
+    checkpoint: Path
+    """A checkpoint written by train or compare."""
+    scheme: AnyScheme | None = None
+    """Run the weights with another scheme than they were trained with, where that is possible: alibi-window limits
+    ALiBi's attention to the training length."""
+    data: Path | None = None
+    """Text file or folder; the data named in the checkpoint if not given."""
+    split: Split = "test"
+    """Which part of the data to score."""
+    json: Path | None = None
+    """Also write the result to this file."""
+    device: str = "auto"
+    """Where to compute: cpu, cuda, mps ...; auto takes CUDA if there is one."""
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareCommand:
+    """Train a model with each positional scheme on short passages, test all of them on texts up to 16 times longer.
+
+    Everything but the scheme is the same: data, order of passages, first weights, budget, bytes scored. Writes a table,
+    results.json, results.csv, plot.png and one self-contained report.html. Interrupt it whenever you like (Ctrl-C): the
+    same command goes on where it stopped. What has not changed since an earlier run is reused.
+    """
+
+    schemes: tuple[TrainedScheme, ...] = ALL_SCHEMES
+    """Which schemes to compare."""
+    data: Path | None = None
+    """Text file or folder to train and test on; the embedded novels if not given. A folder with train, validation and
+    test files (any suffix) is split that way, anything else 80 / 10 / 10 in order."""
+    out: Path = Path("linbias-compare")
+    """Folder for the report, checkpoints and scores."""
+    workers: int | None = None
+    """Processes that work side by side; one per core, but no more than schemes, if not given. 1: all in this one."""
+    device: str = "auto"
+    """Where to compute: cpu, cuda, mps ...; auto takes CUDA if there is one."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+
+    def __post_init__(self) -> None:
+        at_least(1, workers=self.workers)
+        if not self.schemes:
+            raise ConfigError(f"schemes must name at least one of {', '.join(ALL_SCHEMES)}")
+        if len(set(self.schemes)) < len(self.schemes):
+            raise ConfigError(f"schemes must not repeat, got {' '.join(self.schemes)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectCommand:
+    """Show what a bias does: the slope of each head, how far it reaches, where its probabilities vanish.
+
+    A key at distance d, whose content score exceeds that of the query's own key by at most `content`, weighs at most
+    e^(content - slope * d) times as much as that key.
+    """
+
+    heads: int = 8
+    """Number of query heads."""
+    rule: Literal["press", "geometric"] = "press"
+    """press: the authors' code, used by BLOOM, MPT, Falcon and others. geometric: the paper's text."""
+    max_bias: float = 8.0
+    """Exponent of the last slope; MPT calls it alibi_bias_max."""
+    length: int = 8192
+    """Length of the text, in tokens."""
+    dtype: DtypeName = "float32"
+    """Type that the probabilities are kept in."""
+    content: float = 0.0
+    """Bound on how far a key's content score can exceed that of the query's own key."""
+    tolerance: float | None = None
+    """Weight, relative to the row's, that may be neglected; a quarter of the accumulating type's epsilon if not
+    given."""
+    plot: Path = Path("linbias-inspect.png")
+    """Where to draw it."""
+
+    def __post_init__(self) -> None:
+        at_least(1, heads=self.heads, length=self.length)
+        if not self.max_bias > 0:
+            raise ConfigError(f"max_bias must be greater than 0, got {self.max_bias}")
+        if self.tolerance is not None and not 0 < self.tolerance < 1:
+            raise ConfigError(f"tolerance must lie between 0 and 1, got {self.tolerance}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorCommand:
+    """Say what is installed, what this machine offers, and which backends can run here, or why not."""
+
+    json: bool = False
+    """Print JSON instead of text."""

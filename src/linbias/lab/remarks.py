@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What results say, in words: every sentence is computed from the numbers it states."""
+
+from .results import Cell, Estimate, Results, Row
+
+
+def headline(results: Results) -> str:
+    """Return the outcome in one sentence."""
+    first, last = results.lengths[0], results.lengths[-1]
+    changes = [(row.label, row.cells[-1].change) for row in results.table_rows()]
+    known = [(label, change) for label, change in changes if change is not None]
+    if not known:
+        return f"All schemes were tested at {first:,} bytes only."
+    parts = [f"{label} {change.mean:+z.2f}" for label, change in sorted(known, key=lambda item: item[1].mean)]
+    return f"From {first:,} to {last:,} bytes, bits per byte change by: {', '.join(parts)}."
+
+
+def remarks(results: Results) -> list[str]:
+    """Return the sentences below the table."""
+    found = [headline(results)]
+    found += [
+        f"{row.label}: cannot run at {', '.join(f'{cell.length:,}' for cell in cells)} bytes, because {reason}."
+        for row in results.table_rows()
+        for reason, cells in _refusals(row)
+    ]
+    early = early_token_effect(results)
+    return found + ([early] if early else [])
+
+
+def _refusals(row: Row) -> list[tuple[str, list[Cell]]]:
+    grouped: dict[str, list[Cell]] = {}
+    for cell in row.cells:
+        if cell.why_not is not None:
+            grouped.setdefault(cell.why_not, []).append(cell)
+    return list(grouped.items())
+
+
+def early_token_effect(results: Results) -> str | None:
+    """Say how much of ALiBi's change with length is due to bytes beyond its training length; None if it was not tried.
+
+    A longer window has fewer bytes near its start, where there is little context. ALiBi limited to the training length
+    has that advantage too, and no other.
+    """
+    full, limited = results.row("alibi"), results.row("alibi-window")
+    longest = results.lengths[-1]
+    whole = full and full.cell(longest)
+    window = limited and limited.cell(longest)
+    if not whole or not window or whole.change is None or whole.bits is None or window.bits is None:
+        return None
+    beyond = window.bits.mean - whole.bits.mean
+    return (
+        f"ALiBi at {longest:,}, when each layer sees only the last {results.trained_length:,} bytes: "
+        f"{window.bits.mean:.3f} bits per byte, against {whole.bits.mean:.3f} with all of them. Of its change of "
+        f"{whole.change.mean:+z.3f} from {results.lengths[0]:,} bytes, {-beyond:+z.3f} come from looking farther back "
+        "than in training; the rest is that fewer bytes stand near the start of a window."
+    )
+
+
+def interval(estimate: Estimate) -> str:
+    """Return the interval of an estimate, or an empty text if it has none."""
+    if estimate.low is None or estimate.high is None:
+        return ""
+    return f"{estimate.low:.3f} to {estimate.high:.3f}"

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests found, as plain data."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .evaluate import plan_windows, position_curve
+from .positions import SCHEMES
+from .statistics import METHOD, Estimate, estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One scheme at one length."""
+
+    length: int
+    why_not: str | None = None
+    """Why the scheme cannot run at this length; then nothing below is set."""
+    bits: Estimate | None = None
+    """Bits per byte."""
+    change: Estimate | None = None
+    """Bits per byte more than at the first length, over the same segments; None at that length."""
+    mean_context: float | None = None
+    """Bytes before the current one that a guess could use, on average."""
+    by_context: Sequence[dict[str, Any]] = field(default_factory=tuple)
+    """Bits per byte by context: see `evaluate.position_curve`."""
+
+    @property
+    def perplexity(self) -> float | None:
+        """Perplexity per byte, 2 ** bits."""
+        return None if self.bits is None else 2**self.bits.mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One scheme."""
+
+    scheme: str
+    parameters: int
+    seconds: float
+    """Wall time of training."""
+    curve: Sequence[tuple[int, float, float]]
+    """Updates done, training loss since the last point, validation loss, in bits per byte."""
+    checkpoint: str
+    """File name."""
+    cells: tuple[Cell, ...]
+
+    @property
+    def label(self) -> str:
+        """What tables call the scheme."""
+        return SCHEMES[self.scheme].label
+
+    def cell(self, length: int) -> Cell | None:
+        """Return the cell at `length`, None if the scheme was not tried there."""
+        return next((cell for cell in self.cells if cell.length == length), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """All that a comparison found and what it did."""
+
+    text: str
+    """Name of the text that was scored."""
+    trained_length: int
+    lengths: tuple[int, ...]
+    scored: int
+    stride: int | None
+    segments: int
+    rows: tuple[Row, ...]
+    settings: dict[str, Any]
+    """The command, field by field."""
+    corpus: dict[str, Any]
+    environment: dict[str, Any]
+
+    def row(self, scheme: str) -> Row | None:
+        """Return the row of `scheme`, None if it was not compared."""
+        return next((row for row in self.rows if row.scheme == scheme), None)
+
+    def table_rows(self) -> tuple[Row, ...]:
+        """Return the rows of schemes that were trained; the others only help to explain these."""
+        return tuple(row for row in self.rows if SCHEMES[row.scheme].trained_as is None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything in types that JSON knows."""
+        plain = asdict(self)
+        for row, row_plain in zip(self.rows, plain["rows"], strict=True):
+            row_plain["label"] = row.label
+            for cell, cell_plain in zip(row.cells, row_plain["cells"], strict=True):
+                cell_plain["perplexity"] = cell.perplexity
+        return {"interval": METHOD, **plain}
+
+
+def segment_bits(nats: Tensor, segments: int) -> NDArray[np.float64]:
+    """Return the mean loss of each of `segments` equal parts of the text, in bits per byte, (segments,) fp64."""
+    return nats.double().view(segments, -1).mean(dim=1).numpy() / math.log(2)
+
+
+def make_cells(scores: dict[int, Tensor | str], segments: int, stride: int | None) -> tuple[Cell, ...]:
+    """Return a cell for each length: from its loss per byte in nats, or from the reason why there is none."""
+    cells: list[Cell] = []
+    first: NDArray[np.float64] | None = None
+    for length, nats in sorted(scores.items()):
+        if isinstance(nats, str):
+            cells.append(Cell(length=length, why_not=nats))
+            continue
+        bits = segment_bits(nats, segments)
+        context = plan_windows(len(nats), length, stride).context()
+        cells.append(
+            Cell(
+                length=length,
+                bits=estimate(bits),
+                change=None if first is None else estimate(bits - first),
+                mean_context=context.double().mean().item(),
+                by_context=position_curve(nats, context),
+            )
+        )
+        first = bits if first is None else first
+    return tuple(cells)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One model at a time: what `linbias train` and `linbias evaluate` do."""
+
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .config import AnyScheme, EvaluateCommand, TrainCommand
+from .data import load_corpus
+from .display import open_display
+from .evaluate import Trial, check_scheme, score, scored_bytes, testing_cost
+from .model import count_parameters
+from .monitor import Monitor
+from .positions import SCHEMES, why_not
+from .remarks import interval
+from .results import make_cells
+from .runner import Job, run_jobs
+from .statistics import METHOD, Estimate
+from .tables import align
+from .train import Run, Trained, load_checkpoint, resolve_device, train
+
+
+def train_one(command: TrainCommand) -> Path:
+    """Train what `command` says, or what is missing of it, and return the checkpoint.
+
+    Raises:
+        Interrupted: stopped on request; calling again goes on.
+        DataError: too little text.
+    """
+    run = Run(
+        scheme=command.scheme,
+        model=command.model,
+        train=command.train,
+        corpus=load_corpus(command.data),
+        device=resolve_device(command.device),
+    )
+
+    def work(monitor: Monitor) -> None:
+        train(run, command.out, monitor)
+
+    _run_here([Job(name=f"train {run.scheme}", cost=1.0, work=work)])
+    return run.checkpoint(command.out)
+
+
+def _run_here(jobs: list[Job]) -> None:
+    display = open_display("linbias", sum(job.cost for job in jobs))
+    try:
+        run_jobs(jobs, workers=1, display=display)
+    finally:
+        display.close()
+
+
+def describe_training(path: Path) -> str:
+    """Return what `linbias train` prints about a finished checkpoint."""
+    trained = load_checkpoint(path)
+    lines = [(f"{step:,}", f"{loss:.3f}", f"{validation:.3f}") for step, loss, validation in trained.about["curve"]]
+    return "\n".join(
+        (
+            f"{SCHEMES[trained.scheme].label}: {count_parameters(trained.decoder()):,} parameters, "
+            f"trained on passages of {trained.length:,} bytes in {trained.about['seconds']:.0f} s",
+            "",
+            align(("updates", "training, bits per byte", "validation"), lines),
+            "",
+            f"checkpoint: {path}",
+        )
+    )
+
+
+def evaluate_checkpoint(command: EvaluateCommand) -> dict[str, Any]:
+    """Test a checkpoint as `command` says, and return what was found, in types that JSON knows.
+
+    Raises:
+        Interrupted: stopped on request.
+        CheckpointError, ConfigError, DataError: it cannot be done.
+    """
+    trained = load_checkpoint(command.checkpoint)
+    scheme: AnyScheme = command.scheme or trained.scheme
+    check_scheme(trained, scheme)
+    source = trained.about["data"]["source"]
+    corpus = load_corpus(command.data or (None if source is None else Path(source)))
+    text = corpus.split(command.split)
+    lengths = command.evaluate.lengths_for(trained.length)
+    trial = Trial(
+        trained=trained,
+        scheme=scheme,
+        text=text,
+        length=lengths[0],
+        scored=scored_bytes(text, command.evaluate, lengths),
+        stride=command.evaluate.stride,
+        device=resolve_device(command.device),
+    )
+    scores: dict[int, Tensor | str] = {}
+    jobs: list[Job] = []
+    for length in lengths:
+        reason = why_not(scheme, trained.model, trained.length, length)
+        if reason is not None:
+            scores[length] = reason
+            continue
+        cost = testing_cost(trained.model, length, trial.scored, trial.stride)
+        work = partial(_keep_score, scores, replace(trial, length=length))
+        jobs.append(Job(name=f"test at {length:,}", cost=cost, work=work))
+    _run_here(jobs)
+    return _found(trained, trial, scores)
+
+
+def _keep_score(scores: dict[int, Tensor | str], trial: Trial, monitor: Monitor) -> None:
+    scores[trial.length] = score(trial, monitor)
+
+
+def _found(trained: Trained, trial: Trial, scores: dict[int, Tensor | str]) -> dict[str, Any]:
+    cells = make_cells(scores, trial.scored // max(scores), trial.stride)
+    return {
+        "checkpoint": trained.about["fingerprint"],
+        "scheme": trial.scheme,
+        "trained_length": trained.length,
+        "text": trial.text.name,
+        "scored": trial.scored,
+        "stride": trial.stride,
+        "interval": METHOD,
+        "cells": [{**asdict(cell), "perplexity": cell.perplexity} for cell in cells],
+    }
+
+
+def describe_evaluation(found: dict[str, Any]) -> str:
+    """Return the text that `linbias evaluate` prints."""
+    header = ("window", "bits per byte", "95 % interval", "perplexity", "mean context")
+    stride = "windows do not overlap" if found["stride"] is None else f"windows move on by {found['stride']:,}"
+    return "\n".join(
+        (
+            f"{SCHEMES[found['scheme']].label}, trained on passages of {found['trained_length']:,} bytes, "
+            f"tested on {found['scored']:,} bytes of {found['text']}; {stride}",
+            "",
+            align(header, [_line(cell) for cell in found["cells"]]),
+            "",
+            f"interval: {found['interval']}",
+        )
+    )
+
+
+def _line(cell: dict[str, Any]) -> tuple[str, ...]:
+    window = f"{cell['length']:,}"
+    if cell["why_not"] is not None:
+        return window, "cannot run", cell["why_not"], "", ""
+    bits = Estimate(**cell["bits"])
+    return window, f"{bits.mean:.4f}", interval(bits), f"{cell['perplexity']:.3f}", f"{cell['mean_context']:,.1f}"

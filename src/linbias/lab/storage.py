@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are whole or absent, and names that change when anything behind them does."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import __version__
+from .extras import need
+
+_PRESENTATION = {
+    "cli.py",
+    "lab/report.py",
+    "lab/page.py",
+    "lab/plots.py",
+    "lab/heads.py",
+    "lab/doctor.py",
+    "lab/runner.py",
+}
+"""Source files, relative to the package, that decide how results look and not what they are."""
+
+
+class CheckpointError(ValueError):
+    """A file that is not what it should be."""
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary file beside `path`, then put it in place in one step.
+
+    Whatever interrupts it, `path` afterwards holds either all of the new content or all of the old.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        _flush_to_disk(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` atomically."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def _flush_to_disk(path: Path) -> None:
+    # Without this a crash of the machine could leave the new name with no content behind it.
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+    """Write tensors and `about` (as JSON) to a safetensors file, atomically."""
+    save_file = need("safetensors.torch").save_file
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    # transformers refuses a safetensors file that does not say "format": "pt".
+    header = {"format": "pt", "linbias": json.dumps(about)}
+    write_atomically(path, lambda temporary: save_file(plain, temporary, metadata=header))
+
+
+def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what `save_tensors` wrote.
+
+    Raises: CheckpointError if the file is missing, damaged, or was written by something else.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint must be an existing file, got {str(path)!r}, which is not one")
+    safetensors = need("safetensors")
+    try:
+        with safetensors.safe_open(path, framework="pt", device="cpu") as file:
+            about = json.loads((file.metadata() or {})["linbias"])
+            return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
+    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint must be a safetensors file written by linbias, got {str(path)!r} ({error}); "
+            "delete it to start over"
+        ) from error
+
+
+def fingerprint(**facts: object) -> str:
+    """Return 12 hexadecimal digits that stand for `facts`, this code and this torch.
+
+    Left out: the number of threads, which may change the last bits of a sum but not what was run.
+    """
+    everything = {**facts, "code": _code_digest(), "linbias": __version__, "torch": torch.__version__}
+    text = json.dumps(everything, sort_keys=True, default=_plain)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _plain(value: object) -> object:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    raise TypeError(f"a fact must be made of numbers, text, lists and dataclasses, got {type(value).__name__}")
+
+
+@cache
+def _code_digest() -> str:
+    """Digest of every file of the package that can change a number, compiled kernels included."""
+    package = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*")):
+        name = path.relative_to(package).as_posix()
+        if path.suffix in {".py", ".so", ".pyd", ".dylib"} and name not in _PRESENTATION:
+            digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()

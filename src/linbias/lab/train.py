@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training one model, so that stopping and going on leaves no trace in the result.
+
+The passages of update n follow from the seed and n alone and the model has no dropout, so no random generator carries
+state from one update to the next: weights, the moments of AdamW, and n are all there is. A run that was stopped ends
+with the bits of one that was not, given the same machine and number of threads.
+"""
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .config import ConfigError, ModelConfig, TrainConfig, TrainedScheme
+from .data import Corpus, Text, require_bytes
+from .model import Decoder, build_decoder, cost_per_token
+from .monitor import Interrupted, Monitor, SaveClock
+from .storage import CheckpointError, fingerprint, load_tensors, save_tensors
+
+KIND = "linbias decoder"
+_CURVE_POINTS = 10
+_VALIDATION_PASSAGES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that decides the weights of a trained model."""
+
+    scheme: TrainedScheme
+    model: ModelConfig
+    train: TrainConfig
+    corpus: Corpus
+    device: str
+    """A device as torch names it, not "auto"."""
+
+    def fingerprint(self) -> str:
+        """Return 12 hexadecimal digits that change when the weights could."""
+        return fingerprint(
+            scheme=self.scheme,
+            model=self.model,
+            train=self.train,
+            text=[self.corpus.train.digest, self.corpus.validation.digest],
+            device=torch.device(self.device).type,
+        )
+
+    def checkpoint(self, folder: Path) -> Path:
+        """Return where the trained model is kept below `folder`."""
+        return folder / f"{self.scheme}-{self.fingerprint()}.safetensors"
+
+
+def resolve_device(name: str) -> str:
+    """Return a torch device name for `name`, which may be "auto": CUDA if there is one, else the CPU.
+
+    Raises: ConfigError if torch does not know the device or cannot use it.
+    """
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name).item()
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"device must be auto or one that torch can use here, got {name!r}: {reason}") from error
+    return str(torch.device(name))
+
+
+def train(run: Run, folder: Path, monitor: Monitor) -> Path:
+    """Train to the end, from the start or from where an earlier call stopped, and return the checkpoint.
+
+    A finished checkpoint of the same run is returned as it is.
+
+    Raises:
+        Interrupted: the monitor asked to stop; the state is saved.
+        DataError: too little text for one passage.
+    """
+    path = run.checkpoint(folder)
+    if path.exists():
+        monitor.resume(1.0)
+        return path
+    partial = path.with_suffix(".partial.safetensors")
+    trainer = Trainer(run)
+    if partial.exists():
+        trainer.restore(partial)
+    monitor.resume(trainer.step / run.train.steps)
+    clock = SaveClock()
+    while trainer.step < run.train.steps:
+        if monitor.should_stop():
+            trainer.save_partial(partial)
+            raise Interrupted(f"{run.scheme}: stopped after {trainer.step} of {run.train.steps} updates, saved")
+        bits = trainer.update()
+        monitor.advance(trainer.step / run.train.steps, f"{bits:.2f} bits/byte")
+        if clock.due():
+            trainer.save_partial(partial)
+    trainer.save_final(path)
+    partial.unlink(missing_ok=True)
+    return path
+
+
+def training_cost(model: ModelConfig, config: TrainConfig) -> float:
+    """Return about how many multiplications a training takes; a backward pass costs two forward passes."""
+    return 3 * config.steps * config.passages * config.length * cost_per_token(model, config.length)
+
+
+class Trainer:
+    """A model in training: `update` takes it one step further."""
+
+    def __init__(self, run: Run) -> None:
+        length = run.train.length
+        require_bytes(run.corpus.train, length + 1, f"to train on passages of {length:,}")
+        require_bytes(run.corpus.validation, length + 1, f"to validate on passages of {length:,}")
+        self.run = run
+        self.step = 0
+        self.seconds = 0.0
+        self.losses: list[float] = []
+        self.curve: list[tuple[int, float, float]] = []
+        self._text = run.corpus.train.tensor(run.device)
+        self._model = build_decoder(run.model, run.scheme, length, run.train.seed).to(run.device)
+        self._optimizer = _adamw(self._model, run.train)
+        self._held_out = _first_passages(run.corpus.validation, length, run.device)
+
+    def update(self) -> float:
+        """Follow the gradient of one batch, and return the batch's loss in bits per byte."""
+        began = time.perf_counter()
+        config = self.run.train
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(config, self.step)
+        tokens = passages(self._text, config, self.step)
+        loss = self._model.nats(tokens[:, :-1], tokens[:, 1:]).mean()
+        self._optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.clip)
+        self._optimizer.step()
+        self.step += 1
+        self.losses.append(loss.item() / math.log(2))
+        self._extend_curve()
+        self.seconds += time.perf_counter() - began
+        return self.losses[-1]
+
+    def _extend_curve(self) -> None:
+        every = max(1, self.run.train.steps // _CURVE_POINTS)
+        if self.step % every and self.step != self.run.train.steps:
+            return
+        with torch.no_grad():
+            nats = self._model.nats(self._held_out[:, :-1], self._held_out[:, 1:]).mean().item()
+        recent = self.losses[-every:]
+        self.curve.append((self.step, sum(recent) / len(recent), nats / math.log(2)))
+
+    def save_partial(self, path: Path) -> None:
+        """Write everything needed to go on."""
+        tensors = {f"model.{name}": tensor for name, tensor in self._model.state_dict().items()}
+        for index, state in self._optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items()}
+        tensors["losses"] = torch.tensor(self.losses, dtype=torch.float64)
+        save_tensors(path, tensors, self._about(step=self.step))
+
+    def restore(self, path: Path) -> None:
+        """Go on from what `save_partial` wrote.
+
+        Raises: CheckpointError if the file is damaged or belongs to another run.
+        """
+        tensors, about = load_tensors(path)
+        if about.get("fingerprint") != self.run.fingerprint():
+            raise CheckpointError(f"{str(path)!r} belongs to another run; delete it to start over")
+        weights = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
+        self._model.load_state_dict(weights)
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            if name.startswith("optimizer."):
+                _, index, key = name.split(".")
+                state.setdefault(int(index), {})[key] = value
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self.losses = tensors["losses"].tolist()
+        self.step, self.seconds = about["step"], about["seconds"]
+        self.curve = [tuple(point) for point in about["curve"]]
+
+    def save_final(self, path: Path) -> None:
+        """Write the trained weights, under the names of a transformers MPT checkpoint, and how they came about."""
+        save_tensors(path, self._model.state_dict(), self._about())
+
+    def _about(self, **more: object) -> dict[str, Any]:
+        run = self.run
+        return {
+            "kind": KIND,
+            "fingerprint": run.fingerprint(),
+            "scheme": run.scheme,
+            "model": asdict(run.model),
+            "train": asdict(run.train),
+            "data": {"source": None if run.corpus.source is None else str(run.corpus.source), "name": run.corpus.name},
+            "device": run.device,
+            "threads": torch.get_num_threads(),
+            "seconds": self.seconds,
+            "curve": self.curve,
+            **more,
+        }
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Return the rate for update `step` (from 0): linear up over the warm-up, and linear down to zero at the end."""
+    rise = min(1.0, (step + 1) / (config.warmup + 1))
+    return config.learning_rate * rise * (1 - step / config.steps)
+
+
+def passages(text: Tensor, config: TrainConfig, step: int) -> Tensor:
+    """Return the passages of update `step`, (passages, length + 1) int64: a function of the seed and `step` alone."""
+    generator = np.random.default_rng((config.seed, step))
+    starts = torch.from_numpy(generator.integers(0, len(text) - config.length, size=config.passages))
+    places = starts[:, None] + torch.arange(config.length + 1)
+    return text[places.to(text.device)].long()
+
+
+def _first_passages(text: Text, length: int, device: str) -> Tensor:
+    count = min(_VALIDATION_PASSAGES, (len(text.content) - 1) // length)
+    return text.tensor(device)[: count * length + 1].long().unfold(0, length + 1, length)
+
+
+def _adamw(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=config.weight_decay, fused=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A checkpoint, opened."""
+
+    scheme: TrainedScheme
+    model: ModelConfig
+    length: int
+    """The training length."""
+    weights: dict[str, Tensor]
+    about: dict[str, Any]
+    """Everything the checkpoint says of itself."""
+
+    def decoder(self, scheme: str | None = None) -> Decoder:
+        """Return the model, with the positional scheme it was trained with or another that takes the same weights."""
+        decoder = build_decoder(self.model, scheme or self.scheme, self.length, seed=0)
+        decoder.load_state_dict(self.weights)
+        return decoder.eval().requires_grad_(False)
+
+
+def load_checkpoint(path: Path) -> Trained:
+    """Open a checkpoint that `train` returned.
+
+    Raises: CheckpointError if it is missing, damaged, unfinished or of another kind.
+    """
+    weights, about = load_tensors(path)
+    if about.get("kind") != KIND or "step" in about:
+        raise CheckpointError(f"checkpoint must hold a model whose training is complete, got {str(path)!r}")
+    return Trained(
+        scheme=cast(TrainedScheme, about["scheme"]),
+        model=ModelConfig(**about["model"]),
+        length=about["train"]["length"],
+        weights=weights,
+        about=about,
+    )

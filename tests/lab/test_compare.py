@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from linbias.lab import monitor
+from linbias.lab.compare import Plan, compare
+from linbias.lab.config import ALL_SCHEMES, CompareCommand, ConfigError, EvaluateConfig
+from linbias.lab.data import DataError
+from linbias.lab.monitor import Interrupted
+from linbias.lab.train import Trainer
+from tests.lab.small import MODEL, TRAIN
+
+
+@pytest.fixture
+def command(text_file, tmp_path):
+    return CompareCommand(
+        data=text_file,
+        out=tmp_path / "out",
+        workers=1,
+        model=MODEL,
+        train=TRAIN,
+        evaluate=EvaluateConfig(lengths=(8, 16, 40), test_bytes=160),
+    )
+
+
+def numbers(results):
+    """What must not depend on how often a comparison was interrupted."""
+    return [(row.scheme, row.parameters, list(map(tuple, row.curve)), row.cells) for row in results.rows]
+
+
+def test_every_scheme_is_tested_at_every_length_it_can(command):
+    found = compare(command)
+    assert (found.scored, found.segments, found.lengths) == (160, 4, (8, 16, 40))
+    assert [row.scheme for row in found.rows] == ["alibi", "alibi-window", "sinusoidal", "learned", "rope", "none"]
+    ran = {row.scheme: [cell.length for cell in row.cells if cell.bits] for row in found.rows}
+    assert ran == {scheme: [8, 16, 40] for scheme in ALL_SCHEMES} | {"learned": [8], "alibi-window": [40]}
+    refusals = [cell.why_not for cell in found.row("learned").cells]
+    assert refusals == [None, *["its table ends at the training length, 8"] * 2]
+    assert all(3 < cell.bits.mean < 9 for row in found.rows for cell in row.cells if cell.bits)
+
+
+def test_a_second_run_reuses_everything(command, monkeypatch):
+    first = compare(command)
+    before = {path: path.stat().st_mtime_ns for path in command.out.rglob("*.safetensors")}
+    monkeypatch.setattr(Trainer, "update", None)
+    monkeypatch.setattr("linbias.lab.evaluate._score_windows", None)
+    assert numbers(compare(command)) == numbers(first)
+    assert {path: path.stat().st_mtime_ns for path in command.out.rglob("*.safetensors")} == before
+
+
+def test_only_what_changed_is_done_again(command, monkeypatch):
+    compare(replace(command, schemes=("alibi",)))
+    trained = []
+    original = Trainer.update
+    monkeypatch.setattr(Trainer, "update", lambda self: (trained.append(self.run.scheme), original(self))[1])
+    compare(replace(command, schemes=("alibi", "rope"), evaluate=replace(command.evaluate, test_bytes=80)))
+    assert set(trained) == {"rope"}
+
+
+@pytest.mark.parametrize("every", [2, 5, 13])
+def test_interrupts_leave_no_trace(command, tmp_path, monkeypatch, every):
+    """Each run is stopped at the n-th time it asks; the last one is not."""
+    command = replace(command, schemes=("alibi", "none"))
+    whole = compare(replace(command, out=tmp_path / "whole"))
+    questions = itertools.count(1)
+    stop = property(lambda self: next(questions) % every == 0, lambda self, value: None)
+    monkeypatch.setattr(monitor.StopFlag, "raised", stop, raising=False)
+    found, interrupts = None, 0
+    while found is None:
+        try:
+            found = compare(command)
+        except Interrupted:
+            interrupts += 1
+    assert interrupts >= 20 // every
+    assert numbers(found) == numbers(whole)
+
+
+def test_impossible_plans_fail_before_anything_runs(command):
+    long = replace(command, evaluate=EvaluateConfig(lengths=(8, 5000), test_bytes=10_000))
+    with pytest.raises(DataError, match=r"at least 5,001 bytes to score a window of 5,000, got \d+ \(story.txt, last"):
+        compare(long)
+    with pytest.raises(DataError, match="to train on passages of 9,000"):
+        compare(replace(command, train=replace(TRAIN, length=9000)))
+    with pytest.raises(ConfigError, match="test_bytes must be at least the longest length, 40, got 39"):
+        compare(replace(command, evaluate=EvaluateConfig(lengths=(8, 40), test_bytes=39)))
+    with pytest.raises(ConfigError, match="stride must not exceed the shortest length, 8, got 9"):
+        compare(replace(command, evaluate=EvaluateConfig(stride=9)))
+    assert not command.out.exists()
+
+
+def test_processes_are_as_many_as_cores_and_schemes_allow(command, monkeypatch):
+    monkeypatch.setattr("linbias.lab.compare.usable_cores", lambda: 3)
+    monkeypatch.setattr("linbias.lab.compare.resolve_device", lambda name: "cpu" if name == "auto" else name)
+    assert Plan(replace(command, workers=None)).workers == 3
+    assert Plan(replace(command, workers=None, schemes=("alibi", "rope"))).workers == 2
+    assert Plan(replace(command, workers=None, device="cuda")).workers == 1
+    assert Plan(replace(command, workers=7)).workers == 7
+
+
+def test_training_comes_first_and_the_longest_tests_soonest(command):
+    names = [job.name for job in Plan(replace(command, schemes=("rope", "learned"))).jobs()]
+    assert names == [
+        "train rope",
+        "train learned",
+        "test rope at 40",
+        "test rope at 16",
+        "test rope at 8",
+        "test learned at 8",
+    ]
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_middle_of_a_real_run_is_no_loss(text_file, tmp_path):
+    out = tmp_path / "out"
+    arguments = [sys.executable, "-m", "linbias.cli", "compare", "--data", str(text_file), "--schemes", "alibi", "rope"]
+    arguments += ["--layers", "1", "--width", "16", "--heads", "2", "--length", "8", "--steps", "100000"]
+    arguments += ["--lengths", "8", "--test-bytes", "80", "--workers", "2", "--out", str(out)]
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 240
+        while len(list(out.glob("checkpoints/*.partial.safetensors"))) < 2 and time.monotonic() < deadline:
+            assert process.poll() is None
+            time.sleep(0.1)
+        os.kill(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "the same command goes on from here" in errors
+    assert "Traceback" not in errors
+    assert len(list(out.glob("checkpoints/*.partial.safetensors"))) == 2

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import math
+
+import pytest
+import torch
+
+from linbias.lab.results import make_cells, segment_bits
+
+
+def test_segments_are_equal_parts_in_order():
+    nats = torch.tensor([1.0, 3.0, 5.0, 7.0, 0.0, 0.0]) * math.log(2)
+    assert segment_bits(nats, 3).tolist() == pytest.approx([2.0, 6.0, 0.0])
+
+
+def test_a_change_is_judged_segment_by_segment():
+    """Segments differ widely, the change does not: its interval must be as narrow as the change is even."""
+    nats = torch.rand(64, generator=torch.Generator().manual_seed(3)).repeat_interleave(8) * 5
+    short, long = make_cells({8: nats, 64: nats + 0.25 * math.log(2)}, segments=8, stride=None)
+    assert short.change is None
+    assert long.change.mean == pytest.approx(0.25)
+    assert long.change.high - long.change.low < 1e-6
+    assert long.bits.high - long.bits.low > 0.1
+    assert long.perplexity == pytest.approx(2**long.bits.mean)
+    assert (short.mean_context, long.mean_context) == (3.5, 31.5)
+
+
+def test_a_refusal_is_a_cell_too():
+    cells = make_cells({16: "its table ends", 8: torch.ones(32)}, segments=2, stride=None)
+    assert [(cell.length, cell.why_not) for cell in cells] == [(8, None), (16, "its table ends")]
+    assert (cells[1].bits, cells[1].perplexity, cells[1].change) == (None, None, None)
+
+
+def test_results_are_json_without_nan(results):
+    text = json.dumps(results.as_dict(), allow_nan=False)
+    plain = json.loads(text)
+    alibi = plain["rows"][0]
+    assert alibi["label"] == "ALiBi"
+    assert alibi["cells"][0]["perplexity"] == pytest.approx(2 ** alibi["cells"][0]["bits"]["mean"])
+    assert plain["interval"].startswith("95% percentile bootstrap")
