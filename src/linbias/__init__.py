@@ -2,6 +2,9 @@
 """Attention with linear biases (ALiBi), exact, at a cost that follows what the bias lets a head see."""
 
 from . import backends as backends
+from . import flash as flash
+from . import interop as interop
+from . import nn as nn
 from .attention import Aux as Aux
 from .attention import alibi_attention as alibi_attention
 from .attention import alibi_attention_weights as alibi_attention_weights
@@ -9,7 +12,10 @@ from .attention import merge as merge
 from .bias import alibi_bias as alibi_bias
 from .bias import grid_positions as grid_positions
 from .bias import positions_from_mask as positions_from_mask
+from .cache import KVCache as KVCache
 from .errors import BackendUnavailable as BackendUnavailable
+from .hf import patch as patch
+from .hf import unpatch as unpatch
 from .reach import KeyBounds as KeyBounds
 from .reach import key_bounds as key_bounds
 from .reach import reach as reach

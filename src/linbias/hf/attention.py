@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention of a patched layer: ours, or the family's own formula a few query rows at a time."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..attention import alibi_attention, alibi_attention_weights
+from ..bias import dense_visible, token_positions
+from ..prepare import Request, prepare
+from ..problem import Operands, Options
+from .cache import AlibiCache
+from .sight import Sight
+
+OwnFormula = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+"""(query, key, value, own bias, visible, with_weights) -> (out (B, H, t, V), weights (B, H, t, S)) for t query rows."""
+
+# Elements of one block of scores: 16 MiB in float32, small beside the layer's own activations.
+_BLOCK = 2**22
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sight: Sight,
+    *,
+    into: tuple[Any, Any],
+    scale: float,
+    dropout_p: float,
+    own: OwnFormula,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention as `sight` has it, heads merged.
+
+    Args:
+        query: (B, H, T, D).
+        key: (B, G, T, D), of the new tokens.
+        value: (B, G, T, V).
+        sight: from `look`.
+        into: a transformers cache that takes the new tokens in, or None; and the number of the layer in it.
+        scale: multiplies the dot product.
+        dropout_p: chance that a pair is dropped from the output.
+        own: the family's own formula, used where the sight carries the family's own bias.
+
+    Returns:
+        (B, T, H * V), and the softmax weights (B, H, T, S), without dropout, where the sight asks for them.
+    """
+    cache, layer = into
+    if isinstance(cache, AlibiCache):
+        store = cache.layer(layer)
+        store.append(key, value, sight)
+        return store.attend(query, sight, scale=scale, dropout_p=dropout_p).transpose(1, 2).flatten(2), None
+    if cache is not None:
+        key, value = cache.update(key, value, layer)
+    if sight.own_bias is not None:
+        out, weights = _by_rows(own, query, key, value, sight.own_bias, sight)
+    else:
+        options = sight.options()
+        out = alibi_attention(query, key, value, sight.slopes, scale=scale, dropout_p=dropout_p, **options)
+        weights = (
+            alibi_attention_weights(query, key, sight.slopes, scale=scale, **options) if sight.with_weights else None
+        )
+    return out.transpose(1, 2).flatten(2), weights
+
+
+def _by_rows(
+    own: OwnFormula, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sight: Sight
+) -> tuple[Tensor, Tensor | None]:
+    """`own` over blocks of query rows, so that scores never exist whole; a gradient computes them again."""
+    problem, operands = prepare(query, key, value, sight.slopes, Request(**sight.options()))
+    queries = query.shape[2]
+    # A compiler would unroll the blocks, and must not specialise on their number.
+    rows = (
+        queries if torch.compiler.is_compiling() else max(1, _BLOCK // max(1, query.shape[:2].numel() * key.shape[2]))
+    )
+    outs: list[Tensor] = []
+    shown: list[Tensor] = []
+    for start in range(0, max(queries, 1), max(rows, 1)):
+        block = slice(start, start + rows)
+        visible = _visible(operands, problem.options, block)
+        arguments = (query[:, :, block], key, value, bias, visible, sight.with_weights)
+        if torch.is_grad_enabled() and rows < queries:
+            out, weights = checkpoint(own, *arguments, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues]
+        else:
+            out, weights = own(*arguments)
+        # The originals spread a row that sees nothing evenly over all keys, or make it NaN in half precision.
+        outs.append(out.masked_fill(~visible.any(-1, keepdim=True), 0.0))
+        if weights is not None:
+            shown.append(weights)
+    return torch.cat(outs, 2), torch.cat(shown, 2) if shown else None
+
+
+def _visible(operands: Operands, options: Options, block: slice) -> Tensor:
+    """(b, h, t, S) bool for some query rows."""
+    query_positions, key_positions = token_positions(operands)
+    mask, segments = operands.attn_mask, operands.query_segments
+    part = replace(
+        operands,
+        query=operands.query[:, :, block],
+        query_positions=query_positions[:, block],
+        key_positions=key_positions,
+        attn_mask=mask if mask is None or mask.shape[2] == 1 else mask[:, :, block],
+        query_segments=None if segments is None else segments[:, block],
+    )
+    return dense_visible(part, options)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`AlibiCache`: `linbias.KVCache` as a transformers cache, for patched models.
+
+transformers' DynamicCache copies all keys for every token. This one writes in place, lets heads skip what they cannot
+see without reading it, and with a window keeps its size however long a text goes on.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..cache import KVCache
+from .sight import Sight, has_holes, pair_mask, readable, token_mask
+
+_ONLY_PATCHED = (
+    "an AlibiCache hands no keys out: only models patched by linbias.patch can use it; give other models a DynamicCache"
+)
+
+
+class AlibiLayer(CacheLayerMixin):
+    """One layer's `KVCache`, with the bookkeeping transformers asks of a cache layer.
+
+    transformers counts columns of its batch, padding included; `KVCache` keeps real tokens only.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, store: KVCache) -> None:
+        super().__init__()
+        self.store = store
+        self.columns = 0
+        """Tokens so far, padding included."""
+        self.unpadded = 0
+        """Of these, the last ones among which there is no padding."""
+
+    def append(self, key: Tensor, value: Tensor, sight: Sight) -> None:
+        """Take in the new tokens of one pass."""
+        self.store.append(key, value, mask=sight.key_mask, positions=sight.key_positions)
+        tokens = key.shape[2]
+        self.columns += tokens
+        self.unpadded = self.unpadded + tokens if sight.key_mask is None else 0
+        self.is_initialized = True
+
+    def attend(self, query: Tensor, sight: Sight, *, scale: float, dropout_p: float) -> Tensor:
+        """(B, H, T, V): from the tokens just appended to all that is kept."""
+        options: dict[str, Any] = {"causal": sight.causal, "attn_mask": sight.attn_mask}
+        out = self.store.attend(query, sight.slopes, scale=scale, dropout_p=dropout_p, **options)
+        assert isinstance(out, Tensor)  # a tuple comes with return_aux only
+        return out
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """The first append does it."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Refused: what an unpatched layer would do with the keys is not what the cache holds them for."""
+        raise TypeError(_ONLY_PATCHED)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As if nothing had been evicted."""
+        return self.columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns so far, evicted ones included: `generate` finds the new tokens by it."""
+        return self.columns
+
+    def get_max_length(self) -> int:
+        """-1: no limit."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.store.reset()
+        self.columns = self.unpadded = 0
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last ``-tokens_to_remove`` tokens back, as assisted generation does with rejected ones.
+
+        Raises:
+            ValueError: a positive number, or padding among those tokens, or a window that has moved on too far.
+        """
+        count = -tokens_to_remove
+        if count < 0:
+            raise ValueError(f"tokens_to_remove must be negative, minus the number of tokens, got {tokens_to_remove}")
+        if count > self.unpadded and count < self.columns:
+            raise ValueError(f"cannot take back {count} tokens: only the last {self.unpadded} are free of padding")
+        if count and self.columns:
+            self.store.drop(count)
+            self.columns -= min(count, self.columns)
+            self.unpadded = min(self.unpadded, self.columns) if count >= self.columns else self.unpadded - count
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence n becomes the one at beam_idx[n]."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence, `repeats` times."""
+        if self.columns:
+            batch = self.store.lengths.shape[0]
+            self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences at `indices`."""
+        if self.columns:
+            self.store.select(indices)
+
+    def offload(self) -> None:
+        """Refused: blocks of keys are read where they lie."""
+        raise TypeError("an AlibiCache cannot be offloaded; give it a window to bound its memory")
+
+    def prefetch(self) -> None:
+        """Refused, as `offload`."""
+        self.offload()
+
+
+class AlibiCache(Cache):
+    """A transformers cache that keeps keys as `linbias.KVCache` does; for patched models in "exact" fidelity.
+
+    Pass it to ``generate(past_key_values=...)`` or to the model. With a window and sinks, generation can go on without
+    end at constant memory and speed.
+
+    Args:
+        window: (left, right): a token sees `left` tokens back; older ones are dropped. None: all are kept.
+        sinks: the first tokens of each sequence that are kept and seen all the same.
+        distance: "text": a sink's distance goes on growing with the text, as in training. "cache": it stops at the
+            cache's size (StreamingLLM's form). See `linbias.KVCache`.
+        page_size: keep keys in pages that repeated sequences share (beams); None: one stretch a sequence.
+
+    Raises:
+        ValueError: as `linbias.KVCache`.
+
+    >>> AlibiCache(window=(1023, 0), sinks=4).get_seq_length()
+    0
+    """
+
+    def __init__(
+        self,
+        *,
+        window: tuple[int | None, int | None] | None = None,
+        sinks: int = 0,
+        distance: Literal["text", "cache"] = "text",
+        page_size: int | None = None,
+    ) -> None:
+        super().__init__(layers=[])
+        self._options: dict[str, Any] = {"sinks": sinks, "distance": distance, "page_size": page_size}
+        self._options["window"] = window
+        KVCache(**self._options)  # wrong options are told now, not at the first token
+
+    @property
+    def windowed(self) -> bool:
+        """Whether old tokens are dropped."""
+        return self._options["window"] is not None
+
+    def layer(self, index: int) -> AlibiLayer:
+        """The layer's own cache, made when first asked for."""
+        while len(self.layers) <= index:
+            self.layers.append(AlibiLayer(KVCache(**self._options)))
+        return self.layers[index]  # pyright: ignore[reportReturnType]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Refused; see `AlibiLayer.update`."""
+        raise TypeError(_ONLY_PATCHED)
+
+    def look(self, mask: Tensor | None, hidden: Tensor, sight: Sight, *, counted: bool) -> Sight:
+        """The sight of a pass over `hidden` (B, T, width); key mask and positions are the *new* tokens'.
+
+        Args:
+            mask: as for `sight.look`.
+            hidden: the embedded new tokens.
+            sight: slopes and causal rule.
+            counted: positions count real tokens, as `KVCache` does by itself.
+
+        Raises:
+            ValueError: a mask whose meaning the cache cannot keep.
+        """
+        if mask is None:
+            return sight
+        batch, queries = hidden.shape[:2]
+        past = self.get_seq_length()
+        keys = past + queries
+        if mask.dim() == 4:
+            if self.windowed:
+                raise ValueError(
+                    "a 4-D attention_mask names every key, and this cache drops some: leave the window out, or pass a "
+                    "(batch, tokens) mask"
+                )
+            return sight._replace(causal=False, attn_mask=pair_mask(mask.to(hidden.device), queries, keys))
+        key_mask = token_mask(mask.to(hidden.device), batch, keys, keys)
+        if readable(key_mask) and bool(key_mask.all()):
+            return sight
+        new = key_mask[:, past:]
+        if not counted and self.windowed and readable(key_mask) and has_holes(key_mask):
+            raise ValueError(
+                "attention_mask has holes, which count as distance in this model but not in a cache with a window; "
+                "leave the window out, or the holes"
+            )
+        if not counted and not self.windowed:
+            places = torch.arange(past, keys, device=hidden.device)
+            return sight._replace(key_mask=new, key_positions=places)
+        return sight._replace(key_mask=None if readable(new) and bool(new.all()) else new)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fidelity "checkpoint": the family's own formula, its rounding included, a few query rows at a time."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import linbias
+from linbias.hf import attention
+from linbias.testing import assert_within_budget, largest_error
+from tests.hf.tiny import CACHE, base, every_kind, exactly, gradients, labels_of, lengths_mask, make, store, tokens
+
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """About five query rows at a time, where the texts of these tests would be one block."""
+    monkeypatch.setattr(attention, "_BLOCK", 5 * 2 * 6 * 23)
+
+
+def logits(model: Any, ids: Tensor, mask: Tensor | None) -> Tensor:
+    with torch.no_grad():
+        found = model(ids, attention_mask=mask).logits
+    return found if mask is None else found[mask.bool()]
+
+
+@every_dtype
+@every_kind
+def test_the_same_bits(kind: str, dtype: torch.dtype):
+    model, ids = make(kind).to(dtype), tokens(2, 23)
+    for mask in (None, lengths_mask(23, 11), lengths_mask(23, 11) * (torch.arange(23) % 7 != 5)):
+        plain = logits(model, ids, mask)
+        with linbias.patch(model, fidelity="checkpoint"):
+            assert torch.equal(logits(model, ids, mask), plain)
+
+
+@every_dtype
+@every_kind
+@pytest.mark.usefixtures("small_blocks")
+def test_blocks_of_rows_change_rounding_only(kind: str, dtype: torch.dtype):
+    """A product of fewer rows may add in another order. With four heads Falcon's slopes times positions are exact."""
+    model, ids, mask = make(kind, heads=4).to(dtype), tokens(2, 23), lengths_mask(23, 11)
+    with exactly(model) as exact_model:
+        exact = logits(exact_model, ids, mask)
+    plain = logits(model, ids, mask)
+    with linbias.patch(model, fidelity="checkpoint"):
+        assert_within_budget(logits(model, ids, mask), exact, plain, "logits")
+
+
+@every_kind
+@pytest.mark.usefixtures("small_blocks")
+def test_gradients_through_blocks(kind: str):
+    model, ids, mask = make(kind), tokens(2, 23), lengths_mask(23, 11)
+
+    def loss(model: Any) -> Tensor:
+        return model(ids, attention_mask=mask, labels=labels_of(ids, mask), use_cache=False).loss
+
+    plain = gradients(model, loss)
+    linbias.patch(model, fidelity="checkpoint")
+    for name, gradient in gradients(model, loss).items():
+        torch.testing.assert_close(gradient, plain[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+@every_kind
+def test_d5_rounding_of_the_original_is_reproduced(kind: str):
+    """D5: 700 tokens in bfloat16, where far keys tie in BLOOM and Falcon; and only in this fidelity."""
+    model, ids = make(kind, layers=1).bfloat16(), tokens(1, 700)
+    model.config.max_seq_len = 700  # where MPT's bias ends; the others do not read it
+    plain = logits(model, ids, None)
+    with linbias.patch(model, fidelity="checkpoint"):
+        assert torch.equal(logits(model, ids, None), plain)
+    with linbias.patch(model):
+        exact = logits(model, ids, None)
+    assert kind == "mpt" or largest_error(exact, plain.double()) > 0.05
+
+
+@every_kind
+def test_cached_steps(kind: str):
+    model, ids, mask = make(kind, layers=2), tokens(2, 15), lengths_mask(15, 9)
+
+    def steps(model: Any) -> Tensor:
+        cache, start, found = None, 0, []
+        for stop in (9, 10, 14, 15):
+            out = model(ids[:, start:stop], attention_mask=mask[:, :stop], use_cache=True, **{CACHE: cache})
+            cache, start = store(out), stop
+            found.append(out.logits)
+        return torch.cat(found, 1)[mask.bool()]
+
+    with torch.no_grad():
+        plain = steps(model)
+        linbias.patch(model, fidelity="checkpoint")
+        assert torch.equal(steps(model), plain)
+
+
+@every_kind
+def test_padding_that_sees_nothing_is_zero(kind: str):
+    """B5: half precision makes such a row NaN in the original (finfo.min plus a negative score overflows)."""
+    model, ids, mask = make(kind, layers=2).half(), tokens(2, 9), lengths_mask(9, 5)
+    linbias.patch(model, fidelity="checkpoint")
+    with torch.no_grad():
+        assert model(ids, attention_mask=mask).logits.isfinite().all()
+
+
+def test_original_gelu_is_kept():
+    """BLOOM's five elementwise passes round in between, so only "exact" fuses them."""
+    model = make("bloom")
+    linbias.patch(model, fidelity="checkpoint")
+    gelu = base(model).h[0].mlp.gelu_impl
+    assert type(gelu).__module__.startswith("transformers.")
+    linbias.unpatch(model)
+    linbias.patch(model)
+    assert type(base(model).h[0].mlp.gelu_impl).__module__ == "linbias.hf.bloom"

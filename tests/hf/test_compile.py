@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patched models under torch.compile and torch.export: whole graphs, no recompiling from token to token."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import linbias
+from tests.hf.tiny import CACHE, every_family, gradients, labels_of, lengths_mask, make, tokens, transformers
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+
+
+def counter() -> Any:
+    return CompileCounterWithBackend("aot_eager")
+
+
+@every_family
+def test_compiled_once_for_any_length(kind: str):
+    """G3: fullgraph, so a graph break is an error; two programs for four lengths: with and without a mask."""
+    model = make(kind, layers=1)
+    linbias.patch(model)
+    count = counter()
+    compiled = torch.compile(model, backend=count, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for length in (13, 17, 29):
+            ids, mask = tokens(2, length), lengths_mask(length, length - 5)
+            real = mask.bool()
+            expected = model(ids, attention_mask=mask, use_cache=False).logits[real]
+            actual = compiled(ids, attention_mask=mask, use_cache=False).logits[real]
+            torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
+    assert count.frame_count == 1
+
+
+@every_family
+def test_compiled_training(kind: str):
+    model, ids, mask = make(kind, layers=1), tokens(2, 13), lengths_mask(13, 8)
+    linbias.patch(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    def loss(run: Any) -> Tensor:
+        return run(ids, attention_mask=mask, labels=labels_of(ids, mask), use_cache=False).loss
+
+    expected = gradients(model, loss)
+    actual = gradients(model, lambda _: loss(compiled))
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@every_family
+def test_c12_no_recompile_between_steps(kind: str):
+    """C12: steps on a static cache are one program, whose positions are data."""
+    model, ids = make(kind, layers=1), tokens(2, 16)
+    linbias.patch(model)
+    count = counter()
+    compiled = torch.compile(model, backend=count, fullgraph=True)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+    with torch.no_grad():
+        expected = model(ids).logits
+        model(ids[:, :7], use_cache=True, **{CACHE: cache})
+        for n in range(7, 16):
+            step = compiled(ids[:, n : n + 1], use_cache=True, **{CACHE: cache}).logits
+            torch.testing.assert_close(step[:, 0], expected[:, n], atol=2e-5, rtol=0)
+    assert count.frame_count == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@every_family
+def test_export_with_any_batch_and_length(kind: str, strict: bool):
+    model, ids, mask = make(kind, layers=1), tokens(2, 13), lengths_mask(13, 8)
+    linbias.patch(model)
+    free = {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("length", min=2, max=4096)}
+    program = torch.export.export(
+        model,
+        (ids,),
+        {"attention_mask": mask, "use_cache": False},
+        dynamic_shapes={"input_ids": free, "attention_mask": free, "use_cache": None},
+        strict=strict,
+    )
+    ids, mask = tokens(3, 37), lengths_mask(37, 21, 30)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        actual = program.module()(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.slow
+@every_family
+def test_inductor(kind: str):
+    model, ids = make(kind, layers=2), tokens(2, 21)
+    linbias.patch(model)
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, atol=5e-5, rtol=0)
+
+
+@every_family
+def test_g11_functional_call_and_vmap(kind: str):
+    """G11: several sets of weights at once."""
+    model, ids = make(kind, layers=1), tokens(2, 9)
+    linbias.patch(model)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    several = {name: torch.stack([tensor, tensor * 1.1]) for name, tensor in weights.items()}
+
+    def run(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, weights, (ids,), {"use_cache": False}).logits
+
+    with torch.no_grad():
+        both = torch.func.vmap(run)(several)
+        for n in range(2):
+            alone = run({name: tensor[n] for name, tensor in several.items()})
+            torch.testing.assert_close(both[n], alone, atol=2e-5, rtol=0)

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`model.generate` with a patched model: every strategy, every cache, prompts of different lengths, and no end."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import linbias
+from linbias.hf.cache import AlibiCache, AlibiLayer
+from tests.hf.tiny import CACHE, base, every_family, every_kind, generate, lengths_mask, make, store, tokens, transformers
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 7, "temperature": 1.3},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "sampled beams": {"do_sample": True, "num_beams": 3},
+    "no cache": {"do_sample": False, "use_cache": False},
+    "several": {"do_sample": True, "num_return_sequences": 3},
+}
+
+
+def run(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    torch.manual_seed(3)
+    return generate(model, ids, attention_mask=mask, max_new_tokens=7, **options)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_kind
+def test_ragged_prompts(kind: str, strategy: str):
+    """The same text as unpatched: on DynamicCache, on ours, and on ours with pages that beams share."""
+    model, ids, mask = make(kind, layers=2), tokens(3, 9), lengths_mask(9, 4, 7)
+    options = STRATEGIES[strategy]
+    expected = run(model, ids, mask, **options)
+    linbias.patch(model)
+    assert torch.equal(run(model, ids, mask, **options), expected)
+    if strategy != "no cache":
+        assert torch.equal(run(model, ids, mask, cache=AlibiCache(), **options), expected)
+        assert torch.equal(run(model, ids, mask, cache=AlibiCache(page_size=4), **options), expected)
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "beams"])
+@every_kind
+def test_c12_static_cache(kind: str, strategy: str):
+    model, ids, mask = make(kind, layers=2), tokens(3, 9), lengths_mask(9, 4, 7)
+    expected = run(model, ids, mask, **STRATEGIES[strategy])
+    linbias.patch(model)
+    assert torch.equal(run(model, ids, mask, cache_implementation="static", **STRATEGIES[strategy]), expected)
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["dynamic", "ours"])
+@every_kind
+def test_assisted(kind: str, ours: bool):
+    """Several new tokens at once on a cache, and tokens taken back: a draft model that is often wrong."""
+    model, draft, ids = make(kind, layers=2), make(kind, layers=1), tokens(1, 9)
+    expected = run(model, ids, do_sample=False)
+    linbias.patch(model)
+    linbias.patch(draft)
+    cache = AlibiCache() if ours else None
+    assert torch.equal(run(model, ids, do_sample=False, assistant_model=draft, cache=cache), expected)
+
+
+@every_family
+def test_a_cache_is_carried_on(kind: str):
+    """A second call of generate goes on where the first stopped."""
+    model, ids = make(kind, layers=2), tokens(2, 9)
+    linbias.patch(model)
+    whole = generate(model, ids, max_new_tokens=12, do_sample=False)
+    cache = AlibiCache()
+    first = generate(model, ids, max_new_tokens=5, do_sample=False, cache=cache)
+    assert cache.get_seq_length() == 9 + 5 - 1
+    assert torch.equal(generate(model, first, max_new_tokens=7, do_sample=False, cache=cache), whole)
+
+
+class TestEndless:
+    """A window with sinks: constant memory, and what a mask over the whole text would give."""
+
+    @pytest.mark.parametrize("sinks", [0, 2])
+    @every_kind
+    def test_window_is_a_mask_over_the_text(self, kind: str, sinks: int):
+        """I1: left = 6 keeps seven keys. One layer, so that nothing older comes in through other tokens."""
+        model, ids = make(kind, layers=1), tokens(2, 40)
+        linbias.patch(model)
+        distance = torch.arange(40)[:, None] - torch.arange(40)
+        shown = (distance >= 0) & ((distance <= 6) | (torch.arange(40) < sinks))
+        cache = AlibiCache(window=(6, 0), sinks=sinks)
+        with torch.no_grad():
+            whole = model(ids, attention_mask=shown[None, None]).logits
+            pieces, start = [], 0
+            for stop in (9, 10, 11, 18, 19, *range(20, 41)):
+                pieces.append(model(ids[:, start:stop], use_cache=True, **{CACHE: cache}).logits)
+                start = stop
+        torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=2e-5, rtol=0)
+
+    def test_memory_does_not_grow(self):
+        model, ids, mask = make("bloom", layers=2), tokens(2, 9), lengths_mask(9, 6)
+        linbias.patch(model)
+        cache = AlibiCache(window=(15, 0), sinks=2)
+        sizes = []
+        for total in (100, 200, 300):
+            generate(model, ids, attention_mask=mask, cache=cache, max_length=total, do_sample=False)
+            ids = torch.cat([ids, tokens(2, total - ids.shape[1])], 1)
+            mask = torch.nn.functional.pad(mask, (0, total - mask.shape[1]), value=1)
+            cache.crop(cache.get_seq_length() - total if cache.get_seq_length() > total else 0)
+            sizes.append([layer.store.nbytes for layer in cache.layers])
+        assert sizes[0] == sizes[1] == sizes[2]
+        assert all(int(layer.store.lengths.max()) <= 2 + 15 + 64 for layer in cache.layers)
+
+    def test_window_at_least_as_long_as_the_text_is_no_window(self):
+        """I1."""
+        model, ids = make("mpt", layers=2), tokens(2, 9)
+        linbias.patch(model)
+        expected = run(model, ids, do_sample=False)
+        assert torch.equal(run(model, ids, do_sample=False, cache=AlibiCache(window=(16, 0), sinks=3)), expected)
+
+    def test_ragged_prompts_in_a_window(self):
+        """A sequence streams the same alone as in a padded batch."""
+        model, ids, mask = make("bloom", layers=2), tokens(2, 9), lengths_mask(9, 5)
+        linbias.patch(model)
+        options = {"do_sample": False}
+        both = run(model, ids, mask, cache=AlibiCache(window=(5, 0), sinks=1), **options)
+        alone = run(model, ids[1:, 4:], cache=AlibiCache(window=(5, 0), sinks=1), **options)
+        assert torch.equal(both[1, 9:], alone[0, 5:])
+
+    def test_distance_in_the_cache(self):
+        """StreamingLLM's form differs from distances in the text as soon as something was dropped, not before."""
+        model, ids = make("bloom", layers=1), tokens(1, 30)
+        linbias.patch(model)
+        logits = []
+        for distance in ("text", "cache"):
+            cache = AlibiCache(window=(6, 0), sinks=2, distance=distance)
+            with torch.no_grad():
+                logits.append([model(ids[:, n : n + 1], use_cache=True, **{CACHE: cache}).logits for n in range(30)])
+        differs = [not torch.allclose(text, cached, atol=2e-5) for text, cached in zip(*logits, strict=True)]
+        assert not any(differs[:9]) and all(differs[10:])
+
+
+class TestAlibiCache:
+    def test_steps_are_one_pass(self):
+        model, ids, mask = make("falcon", layers=2), tokens(3, 16), lengths_mask(16, 9, 11)
+        linbias.patch(model)
+        cache, pieces, start = AlibiCache(), [], 0
+        with torch.no_grad():
+            whole = model(ids, attention_mask=mask).logits
+            for stop in (9, 10, 11, 15, 16):
+                out = model(ids[:, start:stop], attention_mask=mask[:, :stop], use_cache=True, **{CACHE: cache})
+                assert store(out) is cache
+                pieces.append(out.logits)
+                start = stop
+        real = mask.bool()
+        torch.testing.assert_close(torch.cat(pieces, 1)[real], whole[real], atol=2e-5, rtol=0)
+
+    @every_family
+    def test_holes(self, kind: str):
+        """As the family counts them: out for BLOOM and Falcon, in for MPT."""
+        model, ids, mask = make(kind, layers=2), tokens(2, 12), lengths_mask(12, 9) * (torch.arange(12) % 5 != 3)
+        linbias.patch(model)
+        cache, pieces, start = AlibiCache(), [], 0
+        with torch.no_grad():
+            whole = model(ids, attention_mask=mask).logits
+            for stop in (7, 8, 9, 12):
+                out = model(ids[:, start:stop], attention_mask=mask[:, :stop], use_cache=True, **{CACHE: cache})
+                pieces.append(out.logits)
+                start = stop
+        real = mask.bool()
+        torch.testing.assert_close(torch.cat(pieces, 1)[real], whole[real], atol=2e-5, rtol=0)
+
+    def test_holes_that_a_window_cannot_count(self):
+        model, ids = make("mpt", layers=1), tokens(1, 5)
+        linbias.patch(model)
+        with pytest.raises(ValueError, match="attention_mask has holes.*leave the window out"):
+            model(ids, attention_mask=torch.tensor([[1, 0, 1, 1, 1]]), **{CACHE: AlibiCache(window=(3, 0))})
+
+    def test_4d_mask(self):
+        model, ids = make("mpt", layers=2), tokens(2, 9)
+        linbias.patch(model)
+        mask = (torch.rand(2, 1, 9, 9) < 0.7).tril() | torch.eye(9, dtype=torch.bool)
+        with torch.no_grad():
+            expected = model(ids, attention_mask=mask).logits
+            actual = model(ids, attention_mask=mask, **{CACHE: AlibiCache()}).logits
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
+        with pytest.raises(ValueError, match="4-D attention_mask names every key"):
+            model(ids, attention_mask=mask, **{CACHE: AlibiCache(window=(3, 0))})
+
+    def test_rollback(self):
+        model, ids = make("bloom", layers=2), tokens(2, 12)
+        linbias.patch(model)
+        cache = AlibiCache()
+        with torch.no_grad():
+            expected = model(ids).logits
+            model(ids[:, :7], **{CACHE: cache})
+            model(tokens(2, 3), **{CACHE: cache})
+            cache.crop(-3)
+            assert cache.get_seq_length() == 7
+            actual = model(ids[:, 7:], **{CACHE: cache}).logits
+        torch.testing.assert_close(actual, expected[:, 7:], atol=2e-5, rtol=0)
+        with pytest.raises(ValueError, match="must be negative, minus the number of tokens, got 2"):
+            cache.crop(2)
+
+    def test_rollback_into_padding(self):
+        model = make("bloom", layers=1)
+        linbias.patch(model)
+        cache = AlibiCache()
+        with torch.no_grad():
+            model(tokens(2, 5), attention_mask=lengths_mask(5, 3, side="right"), **{CACHE: cache})
+        with pytest.raises(ValueError, match="cannot take back 2 tokens: only the last 0 are free of padding"):
+            cache.crop(-2)
+
+    def test_batch_changes(self):
+        model, ids = make("bloom", layers=2), tokens(2, 9)
+        linbias.patch(model)
+        cache = AlibiCache()
+        with torch.no_grad():
+            model(ids[:, :6], **{CACHE: cache})
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(torch.tensor([3, 0]))
+            cache.reorder_cache(torch.tensor([1, 1]))
+            actual = model(ids[[0, 0], 6:], **{CACHE: cache}).logits
+            expected = model(ids[:1]).logits[:, 6:]
+        torch.testing.assert_close(actual, expected.expand(2, -1, -1), atol=2e-5, rtol=0)
+
+    def test_reset(self):
+        model, ids = make("bloom", layers=2), tokens(2, 9)
+        linbias.patch(model)
+        cache = AlibiCache()
+        with torch.no_grad():
+            expected = model(ids, **{CACHE: cache}).logits
+            cache.reset()
+            assert cache.get_seq_length() == 0
+            assert torch.equal(model(ids, **{CACHE: cache}).logits, expected)
+
+    def test_what_it_is_not_for(self):
+        model, ids = make("bloom", layers=1), tokens(1, 5)
+        with pytest.raises(TypeError, match="only models patched by linbias.patch can use it"):
+            model(ids, **{CACHE: AlibiCache()})
+        with linbias.patch(model), pytest.raises(ValueError, match="an AlibiCache does not keep; use DynamicCache"):
+            model(ids, output_attentions=True, **{CACHE: AlibiCache()})
+        with linbias.patch(model), pytest.raises(RuntimeError, match="must not require a gradient"):
+            model(ids, **{CACHE: AlibiCache()})
+        with linbias.patch(model, fidelity="checkpoint"), pytest.raises(ValueError, match="fidelity='exact' only"):
+            model(ids, **{CACHE: AlibiCache()})
+        with pytest.raises(ValueError, match="need window="):
+            AlibiCache(sinks=4)
+        with pytest.raises(TypeError, match="cannot be offloaded"):
+            AlibiCache().layer(0).offload()
+
+    def test_copies(self):
+        """A prompt's cache, filled once and gone on from twice."""
+        model, ids = make("bloom", layers=2), tokens(1, 9)
+        linbias.patch(model)
+        prompt = AlibiCache()
+        with torch.no_grad():
+            model(ids[:, :6], **{CACHE: prompt})
+            twin = copy.deepcopy(prompt)
+            first, second = (model(ids[:, 6:], **{CACHE: cache}).logits for cache in (prompt, twin))
+        assert torch.equal(first, second)
+        assert isinstance(prompt.layers[0], AlibiLayer) and repr(base(model)).count("BloomAttention") == 1
+
+
+@every_family
+def test_dynamic_cache_made_by_an_unpatched_model(kind: str):
+    """Their caches hold plain keys, so a text may change sides in the middle."""
+    model, ids = make(kind, layers=2), tokens(2, 9)
+    with torch.no_grad():
+        expected = model(ids).logits[:, 6:]
+        cache = transformers.DynamicCache(config=model.config)
+        model(ids[:, :6], use_cache=True, **{CACHE: cache})
+        linbias.patch(model)
+        actual = model(ids[:, 6:], use_cache=True, **{CACHE: cache}).logits
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)

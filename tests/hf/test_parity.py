@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patched models give what the unpatched ones mean: outputs, losses and gradients, within the rounding budget.
+
+The truth is transformers' own code in float64 with a bias that nothing rounds; "plain" is the unpatched model in the
+dtype tested.
+"""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import linbias
+from linbias.testing import assert_within_budget, largest_error
+from tests.hf.tiny import (
+    CACHE,
+    FALCON,
+    KINDS,
+    base,
+    checkpoint_activations,
+    every_family,
+    every_kind,
+    exactly,
+    gradients,
+    labels_of,
+    lengths_mask,
+    make,
+    store,
+    tokens,
+    transformers,
+    unrounded,
+)
+
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+MASKS = {
+    "none": torch.ones(3, 17, dtype=torch.int64),
+    "left": lengths_mask(17, 9, 12),
+    "right": lengths_mask(17, 9, 12, side="right"),
+    "holes": lengths_mask(17, 9, 12) * (torch.arange(17) % 5 != 3),
+}
+
+
+def pass_through(model: Any, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Every hidden state and the logits of real tokens, the loss and the gradients."""
+    out = model(ids, attention_mask=mask, output_hidden_states=True)
+    real = mask.bool()
+    found = {f"hidden {n}": state[real].detach() for n, state in enumerate(out.hidden_states)}
+    found["logits"] = out.logits[real].detach()
+    labels = labels_of(ids, mask)
+    return found | gradients(model, lambda m: m(ids, attention_mask=mask, labels=labels).loss)
+
+
+def assert_same(actual: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor], label: str) -> None:
+    assert actual.keys() == exact.keys() == plain.keys()
+    for name, tensor in actual.items():
+        # A mean of log-probabilities: the error of one number may be small by luck, so it is held to the logits'.
+        error = largest_error(plain["logits"], exact["logits"]) if name == "loss" else plain[name]
+        assert_within_budget(tensor, exact[name], error, f"{label}: {name}")
+
+
+@every_dtype
+@pytest.mark.parametrize("heads", [4, 6, 12])
+@every_kind
+def test_hidden_states_logits_losses_and_gradients(kind: str, heads: int, dtype: torch.dtype):
+    model = make(kind, heads=heads).to(dtype)
+    ids, mask = tokens(3, 23), lengths_mask(23, 11, 17)
+    with exactly(model) as exact_model:
+        exact = pass_through(exact_model, ids, mask)
+    with unrounded(model):
+        plain = pass_through(model, ids, mask)
+    with linbias.patch(model):
+        actual = pass_through(model, ids, mask)
+    assert_same(actual, exact, plain, f"{kind} {heads} heads {dtype}")
+
+
+@every_family
+def test_the_budget_is_too_small_for_a_wrong_slope(kind: str):
+    model, ids, mask = make(kind), tokens(3, 23), lengths_mask(23, 11, 17)
+    with torch.no_grad(), exactly(model) as exact_model:
+        exact = exact_model(ids, attention_mask=mask).logits[mask.bool()]
+    with torch.no_grad(), unrounded(model):
+        plain = model(ids, attention_mask=mask).logits[mask.bool()]
+    linbias.patch(model)
+    slopes = type(base(model)).alibi_slopes
+    with mock.patch.object(type(base(model)), "alibi_slopes", lambda self: slopes(self) * 1.001), torch.no_grad():
+        wrong = model(ids, attention_mask=mask).logits[mask.bool()]
+    with pytest.raises(AssertionError, match="budget"):
+        assert_within_budget(wrong, exact, plain, "a slope 0.1 % too steep")
+
+
+@pytest.mark.parametrize("padding", MASKS)
+@every_kind
+def test_any_padding(kind: str, padding: str):
+    model, ids, mask = make(kind, layers=2), tokens(3, 17), MASKS[padding]
+    real = mask.bool()
+    with torch.no_grad():
+        with exactly(model) as exact_model:
+            exact = exact_model(ids, attention_mask=mask).logits[real]
+        with unrounded(model):
+            plain = model(ids, attention_mask=mask).logits[real]
+        with linbias.patch(model):
+            given = [mask, mask.bool(), mask.float()]
+            actual = [model(ids, attention_mask=form).logits for form in given]
+    assert_within_budget(actual[0][real], exact, plain, f"{kind} {padding}")
+    for other in actual[1:]:
+        assert torch.equal(actual[0], other), "the type of a mask of 0 and 1 means nothing"
+
+
+@pytest.mark.parametrize("head", ["base", "sequence", "token", "qa"])
+@every_family
+def test_every_head(kind: str, head: str):
+    options = {} if head in ("base", "qa") else {"num_labels": 5}
+    model, ids, mask = make(kind, head, layers=2, **options), tokens(3, 19), lengths_mask(19, 6, 11, side="right")
+    ids = ids.masked_fill(mask == 0, 0)
+
+    def results(model: Any) -> list[Tensor]:
+        out = model(ids, attention_mask=mask)
+        names = ["logits", "start_logits", "end_logits", "last_hidden_state"]
+        found = [getattr(out, name, None) for name in names]
+        return [part if head == "sequence" else part[mask.bool()] for part in found if part is not None]
+
+    with torch.no_grad():
+        with exactly(model) as exact_model:
+            exact = results(exact_model)
+        with unrounded(model):
+            plain = results(model)
+        report = linbias.patch(model)
+        actual = results(model)
+    assert report.layers == 2
+    for ours, truth, theirs in zip(actual, exact, plain, strict=True):
+        assert_within_budget(ours, truth, theirs, f"{kind} {head}")
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@every_kind
+def test_cached_steps(kind: str, static: bool):
+    """A prompt, three single tokens and a piece of four, in a padded batch, equal one pass."""
+    model, ids, mask = make(kind, layers=2), tokens(3, 16), lengths_mask(16, 9, 11)
+    real = mask.bool()
+    with torch.no_grad():
+        with exactly(model) as exact_model:
+            exact = exact_model(ids, attention_mask=mask).logits[real]
+        with unrounded(model):
+            plain = model(ids, attention_mask=mask).logits[real]
+        linbias.patch(model)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=21) if static else None
+        logits, start = [], 0
+        for stop in (9, 10, 11, 12, 16):
+            out = model(ids[:, start:stop], attention_mask=mask[:, :stop], use_cache=True, **{CACHE: cache})
+            cache, start = store(out), stop
+            logits.append(out.logits)
+    assert_within_budget(torch.cat(logits, 1)[real], exact, plain, f"{kind} in steps")
+
+
+@every_kind
+def test_output_attentions_show_the_softmax_and_change_nothing(kind: str):
+    model, ids, mask = make(kind, layers=2, heads=4), tokens(2, 13), lengths_mask(13, 8)
+    with torch.no_grad():
+        with linbias.patch(model):
+            quiet = model(ids, attention_mask=mask).logits
+            shown = model(ids, attention_mask=mask, output_attentions=True)
+        # Four heads and few tokens: nothing in Falcon's bias rounds, so its own formula is exact as well.
+        with linbias.patch(model, fidelity="checkpoint"):
+            own = model(ids, attention_mask=mask, output_attentions=True)
+    assert torch.equal(quiet, shown.logits)
+    for ours, theirs in zip(shown.attentions, own.attentions, strict=True):
+        assert ours.shape == (2, 4, 13, 13)
+        real = mask.bool()[:, None, :, None].expand_as(ours)
+        torch.testing.assert_close(ours[real], theirs[real], atol=1e-5, rtol=0)
+        torch.testing.assert_close(ours.sum(-1), mask[:, None, :].float().expand(2, 4, 13))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@every_family
+def test_gradient_checkpointing(kind: str, reentrant: bool):
+    model, ids, mask = make(kind, layers=2), tokens(2, 13), lengths_mask(13, 8)
+    linbias.patch(model)
+    model.train()
+
+    def loss(model: Any) -> Tensor:
+        return model(ids, attention_mask=mask, labels=labels_of(ids, mask), use_cache=False).loss
+
+    whole = gradients(model, loss)
+    checkpoint_activations(model, reentrant=reentrant)
+    again = gradients(model, loss)
+    for name, gradient in whole.items():
+        assert torch.equal(gradient, again[name]), name
+
+
+class TestDropout:
+    def test_hidden_dropout_stays_where_it_was(self):
+        """The same draws in the same places: BLOOM's residual branches."""
+        model, ids = make("bloom", hidden_dropout=0.3), tokens(2, 13)
+        model.train()
+        torch.manual_seed(5)
+        plain = model(ids).logits
+        linbias.patch(model)
+        torch.manual_seed(5)
+        torch.testing.assert_close(model(ids).logits, plain, atol=2e-5, rtol=0)
+
+    @every_family
+    def test_attention_dropout_is_drawn_in_training_only(self, kind: str):
+        options = {} if kind == "mpt" else {"attention_dropout": 0.5}
+        model, ids = make(kind, **options), tokens(2, 13)
+        for block in getattr(base(model), "blocks", []):
+            block.attn.attn_dropout_p = 0.5
+        linbias.patch(model)
+        with torch.no_grad():
+            calm = model(ids).logits
+            assert torch.equal(calm, model(ids).logits)
+            model.train()
+            first, second = model(ids).logits, model(ids).logits
+        assert largest_error(first, calm) > 1e-2
+        assert largest_error(first, second) > 1e-2
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"slow_but_exact": True, "pretraining_tp": 4},
+            {"apply_residual_connection_post_layernorm": True},
+        ],
+        ids=["slow-but-exact", "residual-after-norm"],
+    )
+    def test_bloom(self, options: dict[str, Any]):
+        self._holds(make("bloom", layers=2, **options))
+
+    @pytest.mark.parametrize("options", [{"clip_qkv": 0.7}, {"softmax_scale": 0.9}, {"softmax_scale": 0.0}], ids=str)
+    def test_mpt(self, options: dict[str, Any]):
+        self._holds(make("mpt", layers=2, attn_config=options))
+
+    @pytest.mark.parametrize("options", [{"num_ln_in_parallel_attn": 1}, {"activation": "relu"}], ids=str)
+    def test_falcon(self, options: dict[str, Any]):
+        self._holds(make("falcon-new-decoder", layers=2, **options))
+
+    @every_family
+    def test_embeddings_instead_of_ids(self, kind: str):
+        model, ids = make(kind, layers=2), tokens(2, 13)
+        linbias.patch(model)
+        with torch.no_grad():
+            embedded = model.get_input_embeddings()(ids)
+            assert torch.equal(model(ids).logits, model(inputs_embeds=embedded).logits)
+        with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+            model(ids, inputs_embeds=embedded)
+
+    @every_family
+    def test_tuples_and_hidden_states(self, kind: str):
+        model, ids = make(kind, "base", layers=2), tokens(2, 13)
+        arguments = {"use_cache": True, "output_hidden_states": True, "return_dict": False}
+        with torch.no_grad():
+            plain = model(ids, **arguments)
+            with linbias.patch(model):
+                actual = model(ids, **arguments)
+        assert len(actual) == len(plain) == 3
+        assert type(actual[1]) is type(plain[1]) and actual[1].get_seq_length() == 13
+        assert [state.shape for state in actual[2]] == [state.shape for state in plain[2]]
+
+    def _holds(self, model: Any) -> None:
+        ids, mask = tokens(2, 13), lengths_mask(13, 8)
+        real = mask.bool()
+        with torch.no_grad():
+            with exactly(model) as exact_model:
+                exact = exact_model(ids, attention_mask=mask).logits[real]
+            with unrounded(model):
+                plain = model(ids, attention_mask=mask).logits[real]
+            with linbias.patch(model):
+                actual = model(ids, attention_mask=mask).logits[real]
+        assert_within_budget(actual, exact, plain, "logits")
+
+
+def test_falcon_layouts_share_keys():
+    """Keys enter the cache once for each group that shares them."""
+    assert FALCON in KINDS
+    for kind, groups in (("falcon", 6), ("falcon-multi-query", 1), ("falcon-new-decoder", 2)):
+        model = make(kind, layers=1)
+        linbias.patch(model)
+        with torch.no_grad():
+            cache = store(model(tokens(1, 5), use_cache=True))
+        assert cache.layers[0].keys.shape == (1, groups, 5, 8), kind

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`patch` and `unpatch`: what they change, what they leave alone, what they survive, and what they refuse."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import linbias
+from linbias.hf import families
+from tests.hf.tiny import HEADS, base, every_family, every_kind, make, tokens, transformers
+
+
+def classes(model: nn.Module) -> dict[str, type]:
+    return {name: type(part) for name, part in model.named_modules()}
+
+
+class TestReport:
+    @every_kind
+    def test_what_was_done(self, kind: str):
+        model = make(kind, layers=3)
+        report = linbias.patch(model)
+        (decoder,) = report.decoders
+        assert report.layers == 3 and report.fidelity == "exact" and report.not_covered == ()
+        assert decoder.name == "transformer" and decoder.family == kind.split("-")[0]
+        assert all(model.get_submodule(name).uses_alibi for name in decoder.layers)
+        assert decoder.convention in str(report) and "3 attention layers" in str(report)
+
+    @pytest.mark.parametrize("head", HEADS)
+    @every_family
+    def test_every_head_is_found(self, kind: str, head: str):
+        assert linbias.patch(make(kind, head, layers=2)).layers == 2
+
+    def test_two_models_in_one(self):
+        pair = nn.ModuleDict({"bloom": make("bloom", layers=1), "mpt": make("mpt", layers=2)})
+        report = linbias.patch(pair)
+        assert report.layers == 3
+        assert [decoder.family for decoder in report.decoders] == ["bloom", "mpt"]
+
+    def test_differences_are_told(self):
+        mpt = linbias.patch(make("mpt", attn_config={"alibi_bias_max": 16}))
+        assert "alibi_bias_max=16" in mpt.decoders[0].differences[0]
+        assert "bfloat16" in linbias.patch(make("bloom").bfloat16()).decoders[0].differences[0]
+        assert linbias.patch(make("bloom")).decoders[0].differences == ()
+        assert len(linbias.patch(make("falcon"), fidelity="checkpoint").decoders[0].differences) == 1
+
+    def test_what_has_no_effect_is_told(self):
+        report = linbias.patch(make("mpt", resid_pdrop=0.1))
+        assert report.not_covered == ("resid_pdrop=0.1: transformers' MPT does not read it",)
+        assert "resid_pdrop" in str(report)
+
+
+class TestUndo:
+    @every_kind
+    def test_exactly(self, kind: str):
+        model, ids = make(kind), tokens(2, 9)
+        before, attributes = classes(model), {name: set(vars(part)) for name, part in model.named_modules()}
+        with torch.no_grad():
+            logits = model(ids).logits
+        linbias.patch(model)
+        assert classes(model) != before
+        assert linbias.unpatch(model) == 3
+        assert classes(model) == before
+        assert {name: set(vars(part)) for name, part in model.named_modules()} == attributes
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, logits)
+
+    def test_at_the_end_of_a_block_also_after_an_error(self):
+        model = make("bloom")
+        before = classes(model)
+        with pytest.raises(RuntimeError, match="inside"), linbias.patch(model) as report:
+            assert report.layers == 3
+            raise RuntimeError("inside")
+        assert classes(model) == before
+
+    def test_nothing_to_undo(self):
+        with pytest.raises(ValueError, match="nothing in this BloomForCausalLM is patched"):
+            linbias.unpatch(make("bloom"))
+
+
+class TestSurvival:
+    @every_family
+    def test_parameters_and_their_names(self, kind: str):
+        model = make(kind)
+        before = {name: parameter.data_ptr() for name, parameter in model.state_dict(keep_vars=True).items()}
+        linbias.patch(model)
+        after = {name: parameter.data_ptr() for name, parameter in model.state_dict(keep_vars=True).items()}
+        assert before == after
+
+    @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+    @every_kind
+    def test_copies_stay_patched(self, kind: str, way: str):
+        model, ids = make(kind, layers=2), tokens(2, 9)
+        linbias.patch(model)
+        if way == "deepcopy":
+            twin = copy.deepcopy(model)
+        elif way == "pickle":
+            twin = pickle.loads(pickle.dumps(model))
+        else:
+            file = io.BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            twin = torch.load(file, weights_only=False)
+        assert classes(twin) == classes(model)
+        with torch.no_grad():
+            assert torch.equal(twin(ids).logits, model(ids).logits)
+        assert linbias.unpatch(twin) == 2
+        assert base(model).linbias_fidelity == "exact", "the copy is not the model"
+
+    @every_family
+    def test_save_pretrained(self, kind: str, tmp_path: Path):
+        model, ids = make(kind, layers=2), tokens(2, 9)
+        model.save_pretrained(tmp_path / "plain")
+        linbias.patch(model)
+        model.save_pretrained(tmp_path / "patched")
+        names = {file.name for file in (tmp_path / "plain").iterdir()}
+        assert {file.name for file in (tmp_path / "patched").iterdir()} == names
+        for name in names:
+            assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "patched" / name).read_bytes(), name
+        loaded = type(model).from_pretrained(tmp_path / "patched").eval()
+        plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "patched").eval()
+        assert type(plain).__module__.startswith("transformers.")
+        linbias.patch(plain)
+        with torch.no_grad():
+            assert torch.equal(plain(ids).logits, model(ids).logits)
+        assert loaded.config.architectures == [type(plain).__name__]
+
+    @every_family
+    def test_dtypes(self, kind: str):
+        """D2: slopes come from their rule, so that no cast can round them."""
+        model = make(kind)
+        linbias.patch(model)
+        slopes = base(model).alibi_slopes()
+        for convert in ("half", "bfloat16", "double"):
+            assert torch.equal(base(getattr(model, convert)()).alibi_slopes(), slopes)
+            with torch.no_grad():
+                assert model(tokens(2, 9)).logits.dtype == model.dtype
+
+    @every_kind
+    def test_meta_device_loading(self, kind: str):
+        """D2, F10: patched before there are weights, or after; no tensor of ours is left behind on meta."""
+        real = make(kind, layers=2)
+        with torch.device("meta"):
+            empty = type(real)(real.config).eval()
+            linbias.patch(empty)
+            assert empty(torch.ones(2, 9, dtype=torch.int64)).logits.shape == (2, 9, 53)
+        empty.load_state_dict(real.state_dict(), assign=True)
+        empty.tie_weights()
+        linbias.patch(real)
+        ids = tokens(2, 9)
+        with torch.no_grad():
+            if kind.startswith("falcon"):
+                empty.transformer.rotary_emb = real.transformer.rotary_emb  # a buffer of theirs, not in the state_dict
+            assert torch.equal(empty(ids).logits, real(ids).logits)
+
+    def test_a_default_device(self):
+        """F10: slopes do not follow torch's default device away from the model."""
+        model, ids = make("bloom"), tokens(2, 9)
+        linbias.patch(model)
+        with torch.device("meta"):
+            assert model(ids).logits.device.type == "cpu"
+
+    @pytest.mark.parametrize("removed", [False, True], ids=["hooked", "unhooked"])
+    def test_hooks_of_accelerate(self, removed: bool):
+        """Models loaded with a device_map carry hooks that hold on to the forward they wrapped."""
+        hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is missing: pip install accelerate")
+        model, ids = make("bloom", layers=2), tokens(2, 9)
+        with torch.no_grad():
+            plain = model(ids).logits
+        for part in model.modules():
+            hooks.add_hook_to_module(part, hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True))
+            if removed:
+                hooks.remove_hook_from_module(part)
+        attention = model.transformer.h[0].self_attention
+        with linbias.patch(model), torch.no_grad(), mock.patch("linbias.hf.bloom.attend", side_effect=OSError("ours")):
+            with pytest.raises(OSError, match="ours"):
+                model(ids)
+        assert type(attention).__module__.startswith("transformers.")
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, plain)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("model", [nn.Linear(2, 3), nn.TransformerEncoderLayer(8, 2)], ids=["linear", "encoder"])
+    def test_nothing_to_patch(self, model: nn.Module):
+        """F5: 'no effect' is an error."""
+        with pytest.raises(ValueError, match="nothing to patch in this .*; supported are BLOOM"):
+            linbias.patch(model)
+
+    def test_rotary_falcon(self):
+        with pytest.raises(ValueError, match="alibi=False: this Falcon has rotary embeddings"):
+            linbias.patch(_rotary())
+
+    @pytest.mark.parametrize(
+        "name, options",
+        [
+            ("attn_config.alibi", {"attn_config": {"alibi": False}}),
+            ("attn_config.qk_ln", {"attn_config": {"qk_ln": True}}),
+            ("attn_config.prefix_lm", {"attn_config": {"prefix_lm": True}}),
+            ("attn_config.attn_type", {"attn_config": {"attn_type": "multiquery_attention"}}),
+            ("attn_config.kv_n_heads", {"attn_config": {"kv_n_heads": 2}}),
+            ("attn_config.attn_uses_sequence_id", {"attn_config": {"attn_uses_sequence_id": True}}),
+            ("logit_scale", {"logit_scale": 0.5}),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_mpt_options(self, name: str, options: dict[str, Any]):
+        model = make("mpt", **options)
+        before = classes(model)
+        with pytest.raises(ValueError, match=f"{name}=.* cannot be honoured"):
+            linbias.patch(model)
+        assert classes(model) == before, "a refused model stays as it was"
+
+    def test_one_refusal_leaves_all_alone(self):
+        pair = nn.ModuleDict({"good": make("bloom"), "bad": make("mpt", logit_scale=2.0)})
+        before = classes(pair)
+        with pytest.raises(ValueError, match="mpt model 'bad.transformer'.*logit_scale"):
+            linbias.patch(pair)
+        assert classes(pair) == before
+
+    def test_twice(self):
+        model = make("bloom")
+        linbias.patch(model)
+        with pytest.raises(ValueError, match="already patched"):
+            linbias.patch(model)
+
+    def test_fidelity(self):
+        with pytest.raises(ValueError, match="fidelity must be 'exact' or 'checkpoint', got 'fast'"):
+            linbias.patch(make("bloom"), fidelity="fast")
+
+    def test_a_subclass(self):
+        model = make("bloom", "base")
+        model.__class__ = type("Mine", (type(model),), {})
+        with pytest.raises(ValueError, match="Mine is a subclass of BloomModel"):
+            linbias.patch(model)
+
+    def test_attention_of_another_class(self):
+        model = make("bloom")
+        layer = model.transformer.h[1].self_attention
+        layer.__class__ = type("Mine", (type(layer),), {})
+        with pytest.raises(ValueError, match="its attention layers are Mine"):
+            linbias.patch(model)
+
+    def test_a_forward_on_the_instance(self):
+        model = make("bloom")
+        layer = model.transformer.h[1].self_attention
+        layer.forward = lambda *args, **kwargs: None
+        before = classes(model)
+        with pytest.raises(ValueError, match="forward of a BloomAttention was replaced on the instance"):
+            linbias.patch(model)
+        assert classes(model) == before
+
+    def test_no_transformers(self):
+        with mock.patch.dict(sys.modules, {"transformers": None}):
+            with pytest.raises(ImportError, match=r"pip install 'linbias\[hf\]'"):
+                linbias.patch(nn.Linear(2, 3))
+
+
+def _rotary() -> nn.Module:
+    model = make("falcon")
+    model.config.alibi = False
+    return model
+
+
+class TestVersions:
+    @pytest.mark.parametrize("version", ["4.57.6", "6.0.0"])
+    @every_family
+    def test_unknown_ones_are_refused(self, kind: str, version: str):
+        model = make(kind)
+        with mock.patch("transformers.__version__", version):
+            with pytest.raises(NotImplementedError, match=f"transformers {version} is not among the tested versions"):
+                linbias.patch(model)
+
+    def test_changed_source_is_refused(self):
+        with mock.patch.object(families, "fingerprint", lambda sources: "0123456789abcdef"):
+            with pytest.raises(NotImplementedError, match="source of its classes has changed.*0123456789abcdef"):
+                linbias.patch(make("bloom"))
+
+    def test_unreadable_source_is_refused(self):
+        model = make("bloom")
+        with mock.patch("inspect.getsource", side_effect=OSError):
+            with pytest.raises(NotImplementedError, match="unreadable"):
+                linbias.patch(model)
+
+    def test_another_patch_is_seen(self):
+        """A method replaced on the class leaves its source file as it was."""
+        model = make("bloom")
+        attention = type(model.transformer.h[0].self_attention)
+        with mock.patch.object(attention, "forward", lambda *args, **kwargs: None):
+            with pytest.raises(NotImplementedError, match="another patch has replaced BloomAttention.forward"):
+                linbias.patch(model)
+
+    @every_family
+    def test_the_installed_one_is_known(self, kind: str):
+        family = families.families_for(make(kind))[type(base(make(kind)))]
+        assert family.why_not() is None
+        assert families.fingerprint(family.sources) in family.known_sources
+
+
+def test_importing_linbias_imports_no_transformers():
+    code = "import sys; sys.modules['transformers'] = None; import linbias, linbias.hf; linbias.patch, linbias.unpatch"
+    subprocess.run([sys.executable, "-c", code], check=True)
