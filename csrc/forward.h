@@ -323,7 +323,7 @@ class ForwardWorker {
     if (!look && calm_ >> s & 1) {
       weigh_calm(s, begin, end, line);
     } else {
-      C peak[kStrip];
+      C peak[kStrip] = {};
       score_lines(s, begin, end, line, peak);
       if (look && second_look(s, begin, end, peak)) return false;
       weigh(s, begin, end, peak);
@@ -387,7 +387,7 @@ class ForwardWorker {
     constexpr int L = kLanes<C>;
     const int strip_rows = rows_.strip_rows(s);
     C* scores = scores_.data() + s * kStrip * kTile;
-    C base[kStrip];
+    C base[kStrip] = {};
     rescale_strip(s, peak, base);
     for (int r = 0; r < strip_rows; ++r) {
       C* line = scores + r * kTile;

@@ -17,8 +17,9 @@ struct Node {
 // The nearest distance between the rows of a tile and a node, in the units that slopes multiply.
 template <class C>
 inline C node_distance(const Call& call, const RowTile<C>& rows, const KeyTree<C>& tree, int level, int64_t index) {
+  const KeySpan& keys = tree.span(rows.b, level, index);
+  if (keys.unbiased) return 0;  // some of its keys are as near as any to every row
   if (call.metric == Metric::none) {
-    const KeySpan& keys = tree.span(rows.b, level, index);
     const int64_t back = minus(rows.span.low, keys.high), ahead = minus(keys.low, rows.span.high);
     return C(greater<int64_t>(0, greater(back, ahead)));
   }

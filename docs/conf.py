@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sphinx configuration; `make docs` builds into docs/_build/html."""
 
+import re
 from typing import Any
 
 import linbias
@@ -27,8 +28,9 @@ napoleon_numpy_docstring = False
 def escape_bars(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Docstrings write |p_i - r_j| as people do; to docutils a bare bar would start a substitution."""
     for number, line in enumerate(lines):
-        if "`" not in line and not line.startswith("    "):
-            lines[number] = line.replace("|", r"\|")
+        if not line.startswith("    "):
+            pieces = re.split(r"(`+[^`]*`+)", line)
+            lines[number] = "".join(piece if "`" in piece else piece.replace("|", r"\|") for piece in pieces)
 
 
 def setup(app: Any) -> None:

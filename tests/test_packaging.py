@@ -7,6 +7,7 @@ import graphlib
 import importlib
 import importlib.metadata
 import os
+import pydoc
 import re
 import subprocess
 import sys
@@ -29,7 +30,7 @@ LAYERS = (
     {"errors", "slopes", "problem", "checks", "dropout", "bias", "reach", "_boxes", "_bounds", "_ledger", "_native"},
     {"prepare", "backends", "ops"},
     {"attention", "varlen", "cache", "cache_report", "_layout", "_pages", "_slots", "_streaming"},
-    {"flash", "interop", "nn", "hf", "testing", "_cases", "_inputs"},
+    {"flash", "interop", "nn", "hf", "testing"},
     {"__init__"},
     {"lab"},
     {"cli"},
@@ -46,7 +47,7 @@ EXTENSION = "linbias._native"
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 OPTIONAL = {re.split(r"[\[<>=]", item)[0].replace("-", "_") for extra in EXTRAS.values() for item in extra}
 # A module of these may need an extra to be imported; every other one must do without.
-NEEDS_EXTRA = ("linbias.lab", "linbias.hf", "linbias.cli", "linbias.backends._triton_kernels")
+NEEDS_EXTRA = ("linbias.lab", "linbias.hf.", "linbias.cli", "linbias.backends._triton_kernels")
 BASE_MODULES = [name for name in MODULES if not name.startswith(NEEDS_EXTRA)]
 
 
@@ -140,7 +141,9 @@ def test_kernels_include_no_framework_header():
             assert not foreign.search(path.read_text()), path
 
 
-SOURCES = [*MODULES.values(), *ROOT.glob("csrc/**/*.[ch]*"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/*.py")]
+SOURCES = sorted(
+    [*MODULES.values(), *ROOT.glob("csrc/**/*.[ch]*"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/*.py")]
+)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -194,13 +197,24 @@ def test_examples_of_the_texts_run(page: Path, tmp_path: Path, monkeypatch: pyte
     scope: dict[str, object] = {"__name__": "__main__"}
     for kind, source in FENCE.findall(page.read_text()):
         if kind == "python":
-            exec(compile(source, page.name, "exec"), scope)
+            try:
+                exec(compile(source, page.name, "exec"), scope)
+            except ModuleNotFoundError as missing:
+                if (missing.name or "").partition(".")[0] not in OPTIONAL:
+                    raise
+                pytest.skip(f"{page.name} needs {missing.name}, which is not installed")
         else:
             examples = doctest.DocTestParser().get_doctest(source, scope, page.name, page.name, 0)
             report: list[str] = []
             failed = doctest.DocTestRunner().run(examples, out=report.append, clear_globs=False).failed
             scope.update(examples.globs)
             assert not failed, "".join(report)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_names_in_the_texts_exist(page: Path):
+    for name in sorted(set(re.findall(r"`(linbias(?:\.\w+)+)", page.read_text()))):
+        assert pydoc.locate(name) is not None, f"{page.name} mentions {name}, which does not exist"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

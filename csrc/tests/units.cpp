@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+// Units of the kernels against plain loops and known answers.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "forward_pass.h"
+
+using namespace linbias;
+using namespace linbias::LINBIAS_VARIANT;
+
+namespace {
+
+template <class C>
+C first_lane(Vec<C> v) {
+  return v[0];
+}
+
+template <class C>
+void exponential() {
+  const double eps = sizeof(C) == 4 ? 1.2e-7 : 2.3e-16, low = sizeof(C) == 4 ? -87 : -707;
+  for (int i = 0; i <= 200000; ++i) {
+    const C x = C(low + (40 - low) * i / 200000);
+    const double exact = std::exp(double(x)), found = first_lane<C>(exp_lanes<C>(splat<C>(x)));
+    // The argument's own rounding in x * log2(e) grows with |x|.
+    CHECK(std::fabs(found - exact) <= exact * eps * (2 + std::fabs(double(x))), "exp(%g) = %g, not %g", double(x), found, exact);
+  }
+  CHECK(first_lane<C>(exp_lanes<C>(splat<C>(0))) == 1, "exp(0)");
+  CHECK(first_lane<C>(exp_lanes<C>(splat<C>(-kInf<C>))) == 0, "exp(-inf)");
+  CHECK(first_lane<C>(exp_lanes<C>(splat<C>(-1e4))) == 0, "exp(-10000)");
+  CHECK(first_lane<C>(exp_held<C>(splat<C>(-kInf<C>))) > 0, "a bound may not vanish");
+  CHECK(std::isfinite(first_lane<C>(exp_held<C>(splat<C>(kInf<C>)))), "a bound may not overflow");
+  // Every payload of NaN must survive, whatever bits a shift makes of it.
+  for (int bit = 0; bit < Simd<C>::mantissa; ++bit) {
+    typename Simd<C>::Int bits = (sizeof(C) == 4 ? 0x7f800000 : 0x7ff0000000000000) | typename Simd<C>::Int(1) << bit;
+    C nan;
+    std::memcpy(&nan, &bits, sizeof nan);
+    CHECK(std::isnan(first_lane<C>(exp_lanes<C>(splat<C>(nan)))), "NaN with bit %d", bit);
+    CHECK(std::isnan(first_lane<C>(exp_held<C>(splat<C>(nan)))), "NaN with bit %d in a bound", bit);
+  }
+  for (int i = -4000; i <= 4000; ++i) {
+    const C x = C(i * 0.003);
+    const double exact = std::tanh(double(x)), found = first_lane<C>(tanh_lanes<C>(splat<C>(x)));
+    CHECK(std::fabs(found - exact) <= 8 * eps * std::fabs(exact), "tanh(%g) = %g, not %g", double(x), found, exact);
+  }
+}
+
+void half_types() {
+  for (uint32_t bits = 0; bits < 65536; ++bits) {
+    const Half h{uint16_t(bits)};
+    const Bf16 b{uint16_t(bits)};
+    Half h_back;
+    Bf16 b_back;
+    narrow(widen(h), &h_back), narrow(widen(b), &b_back);
+    if (!std::isnan(widen(h))) CHECK(h_back.bits == bits, "half %x comes back as %x", bits, h_back.bits);
+    if (!std::isnan(widen(b))) CHECK(b_back.bits == bits, "bf16 %x comes back as %x", bits, b_back.bits);
+    if (std::isnan(widen(h))) CHECK((h_back.bits & 0x7fff) > 0x7c00, "NaN half %x becomes %x", bits, h_back.bits);
+    if (std::isnan(widen(b))) CHECK((b_back.bits & 0x7fff) > 0x7f80, "NaN bf16 %x becomes %x", bits, b_back.bits);
+    Half row[64];
+    std::fill(row, row + 64, h);
+    const float lane = first_lane<float>(load_widened<float>(row));
+    CHECK(lane == widen(h) || std::isnan(lane), "half %x by vector", bits);
+  }
+  // Ties go to even; the largest half is 65504 and 65520 is the first that rounds to infinity.
+  const struct { float x; uint16_t bits; } known[] = {{65519.f, 0x7bff}, {65520.f, 0x7c00}, {1.00048828125f, 0x3c00},
+      {1.00146484375f, 0x3c02}, {5.9604645e-8f, 1}, {2.9802322e-8f, 0}, {2.9802326e-8f, 1}, {-2.f, 0xc000}};
+  for (const auto& pair : known) {
+    Half h;
+    narrow(pair.x, &h);
+    CHECK(h.bits == pair.bits, "%g as half: %x, not %x", double(pair.x), h.bits, pair.bits);
+  }
+}
+
+template <class X, class C>
+void packing(Random& random) {
+  for (int64_t D : {1, 7, 16, 33, 64, 80}) {
+    for (int count : {1, 15, 16, 17, 63, 64}) {
+      const int64_t row = D + random.between(0, 3);
+      std::vector<X> in(size_t(count * row));
+      for (auto& x : in) narrow(C(random.normal()), &x);
+      std::vector<C> out(size_t(kTile * D), C(-1));
+      pack_panels<X, C>({in.data(), row, 1}, 0, count, D, out.data());
+      for (int j = 0; j < kTile; ++j)
+        for (int64_t d = 0; d < D; ++d) {
+          const C found = out[size_t(j / kPanel<C> * D * kPanel<C> + d * kPanel<C> + j % kPanel<C>)];
+          CHECK(found == (j < count ? C(widen(in[size_t(j * row + d)])) : C(0)), "key %d, element %d", j, int(d));
+        }
+    }
+  }
+}
+
+template <class C>
+void products(Random& random) {
+  constexpr int W = kPanel<C>;
+  for (int rows = 1; rows <= kStrip; ++rows)
+    for (int panels = 1; panels <= 5; ++panels)
+      for (int64_t K : {0, 1, 7, 64})
+        for (bool transposed : {false, true}) {
+          const int64_t ld = 9 + K;
+          std::vector<C> a(size_t(kStrip * ld + K * kStrip)), b(size_t(K * panels * W)), c(size_t(kStrip * panels * W)), scale(kStrip);
+          for (auto* v : {&a, &b, &c, &scale})
+            for (auto& x : *v) x = C(random.between(-8, 8));  // small integers: every order of summation is exact
+          const Left<C> left = transposed ? Left<C>{a.data(), 1, kStrip} : Left<C>{a.data(), ld, 1};
+          for (Into into : {Into::zero, Into::add, Into::scaled}) {
+            std::vector<C> found = c;
+            const Right<C> right{b.data(), panels * W, W};
+            const Target<C> target{found.data(), panels * W, W, scale.data()};
+            if (into == Into::zero) gemm<C, Into::zero>(left, right, target, K, rows, panels);
+            if (into == Into::add) gemm<C, Into::add>(left, right, target, K, rows, panels);
+            if (into == Into::scaled) gemm<C, Into::scaled>(left, right, target, K, rows, panels);
+            for (int i = 0; i < rows; ++i)
+              for (int j = 0; j < panels * W; ++j) {
+                C sum = into == Into::zero ? C(0) : c[size_t(i * panels * W + j)] * (into == Into::scaled ? scale[size_t(i)] : C(1));
+                for (int64_t k = 0; k < K; ++k)
+                  sum += left.data[i * left.row + k * left.inner] * b[size_t(k * panels * W + j)];
+                CHECK(found[size_t(i * panels * W + j)] == sum, "rows %d panels %d K %d at %d, %d", rows, panels, int(K), i, j);
+              }
+          }
+        }
+}
+
+template <class C>
+void direct(Random& random) {
+  for (int rows = 1; rows <= kStrip; ++rows)
+    for (int count : {1, 2, 9, 64})
+      for (int64_t D : {1, 5, 16, 67}) {
+        std::vector<C> q(size_t(rows * D)), k(size_t(count * (D + 1))), found(size_t(rows * kTile));
+        for (auto* v : {&q, &k})
+          for (auto& x : *v) x = C(random.between(-8, 8));
+        direct_dots<C>(q.data(), D, rows, k.data(), D + 1, count, D, found.data(), kTile, [](int, int) {});
+        for (int i = 0; i < rows; ++i)
+          for (int j = 0; j < count; ++j) {
+            C sum = 0;
+            for (int64_t d = 0; d < D; ++d) sum += q[size_t(i * D + d)] * k[size_t(j * (D + 1) + d)];
+            CHECK(found[size_t(i * kTile + j)] == sum, "row %d, key %d", i, j);
+          }
+      }
+}
+
+// A bound of a norm may never lie below it, least of all where squares underflow or overflow.
+template <class C>
+void norms(Random& random) {
+  const double least = sizeof(C) == 4 ? 1e-44 : 1e-320, most = sizeof(C) == 4 ? 1e37 : 1e306;
+  for (double size = least; size < most; size *= 31)
+    for (int64_t n : {1, 7, 64, 131}) {
+      std::vector<C> x(static_cast<size_t>(n));
+      long double sum = 0;
+      for (auto& e : x) e = C(size * random.normal()), sum += static_cast<long double>(e) * e;
+      const C bound = norm_bound<C, C>(x.data(), 1, n);
+      CHECK(bound >= std::sqrt(sum), "norm of %d elements of size %g", int(n), size);
+      CHECK(size < least * 1e6 || !(bound > std::sqrt(sum) * 15), "norm bound of size %g is loose", size);
+      x[size_t(n / 2)] = C(NAN);
+      CHECK(std::isnan(norm_bound<C, C>(x.data(), 1, n)), "NaN must show");
+    }
+}
+
+void philox() {
+  // The published answer for counter 0 and key 0.
+  Call call;
+  int64_t seed = 0;
+  call.seed = &seed;
+  const uint32_t words[] = {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8};
+  for (int word = 0; word < 4; ++word)
+    for (int below : {0, 1}) {
+      // Kept exactly when the word reaches the threshold.
+      call.dropout_p = (double(words[word]) + 1 - below) / 4294967296.0;
+      alignas(64) float keep[kTile];
+      Dropout(call).row<float>(0, 0, 0, 0, keep);
+      CHECK(keep[word] == float(below), "word %d", word);
+    }
+}
+
+void pool() {
+  for (int threads : {1, 2, 5})
+    for (int64_t tasks : {0, 1, 3, 1000}) {
+      std::vector<std::atomic<int>> done(static_cast<size_t>(tasks));
+      parallel(threads, tasks, [&](int64_t task, int worker) {
+        CHECK(worker >= 0 && worker < threads, "worker %d of %d", worker, threads);
+        ++done[size_t(task)];
+      });
+      for (auto& count : done) CHECK(count == 1, "a task ran %d times", int(count));
+    }
+  std::atomic<int64_t> sum{0};
+  std::vector<std::thread> callers;
+  for (int c = 0; c < 3; ++c)
+    callers.emplace_back([&] {
+      for (int repeat = 0; repeat < 200; ++repeat)
+        parallel(3, int64_t(7), [&](int64_t task, int) { sum += task; });
+    });
+  for (auto& caller : callers) caller.join();
+  CHECK(sum == 3 * 200 * 21, "callers at once: %d", int(sum));
+}
+
+// A child of fork has none of the pool's threads and must not wait for them.
+void forked() {
+#if !defined(__SANITIZE_THREAD__)
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    std::atomic<int64_t> sum{0};
+    parallel(3, int64_t(100), [&](int64_t task, int) { sum += task; });
+    _exit(sum == 4950 ? 0 : 1);
+  }
+  int status = 1;
+  waitpid(child, &status, 0);
+  CHECK(status == 0, "child ended with %d", status);
+#endif
+}
+
+void heap(Random& random) {
+  Frontier<float> frontier;
+  frontier.reserve(300);
+  frontier.clear(true);
+  for (int i = 0; i < 200; ++i) frontier.push({float(random.between(0, 50)), 0, 1, i});
+  float last = -1;
+  for (int i = 0; i < 80; ++i) {
+    const float distance = frontier.pop().distance;
+    CHECK(distance >= last, "nearest first");
+    last = distance;
+  }
+  frontier.reverse();
+  for (last = 1e9f; !frontier.empty();) {
+    const float distance = frontier.pop().distance;
+    CHECK(distance <= last, "farthest first");
+    last = distance;
+  }
+}
+
+}  // namespace
+
+int main() {
+  Random random(1);
+  exponential<float>(), exponential<double>();
+  half_types();
+  packing<float, float>(random), packing<double, double>(random), packing<Half, float>(random), packing<Bf16, float>(random);
+  products<float>(random), products<double>(random);
+  direct<float>(random), direct<double>(random);
+  norms<float>(random), norms<double>(random);
+  philox();
+  heap(random);
+  pool();
+  forked();
+  std::puts("ok");
+}
