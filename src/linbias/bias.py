@@ -59,8 +59,23 @@ def alibi_bias(
         if metric is not None:
             raise ValueError(f"future_slopes must be None under metric={metric!r}: coordinates have no later side")
         future_slopes = slope_rows("future_slopes", future_slopes, None, slopes.shape[1], dtype, slopes)
+    _check_together(slopes, future_slopes, *positions, coordinates=metric is not None)
     marks = unbiased_marks(check_count("unbiased", unbiased), positions[0].shape[1], positions[1].shape[1], slopes)
     return 0.0 - dense_penalty(slopes, future_slopes, positions[0], positions[1], *marks, metric=metric)
+
+
+def _check_together(
+    slopes: Tensor, future_slopes: Tensor | None, query_rows: Tensor, key_rows: Tensor, *, coordinates: bool
+) -> None:
+    rows = {"slopes": slopes, "future_slopes": future_slopes, "query_positions": query_rows, "key_positions": key_rows}
+    batches = {name: given.shape[0] for name, given in rows.items() if given is not None}
+    if len(set(batches.values()) - {1}) > 1:
+        raise ValueError(f"{', '.join(batches)} must have one batch size or 1, got {tuple(batches.values())}")
+    if coordinates and query_rows.shape[2] != key_rows.shape[2]:
+        raise ValueError(
+            f"query_positions and key_positions must have one number of coordinates, "
+            f"got {query_rows.shape[2]} and {key_rows.shape[2]}"
+        )
 
 
 def grid_positions(height: int, width: int, *, device: torch.device | str | None = None) -> Tensor:

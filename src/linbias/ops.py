@@ -73,11 +73,11 @@ def full_precision(problem: Problem) -> AbstractContextManager[Any]:
 
 
 def _is_plain(operands: Operands) -> bool:
-    """Nothing is watching: no gradient, tracer, transform or mode, so the dispatcher's detour can be saved."""
+    """No gradient, tracer, transform or mode is watching real tensors, so the dispatcher's detour can be saved."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transforms_active():  # pyright: ignore
         return False
     tensors = [tensor for tensor in operands.tensors() if tensor is not None]
-    if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors):
+    if any(type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta for tensor in tensors):
         return False
     return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
 
@@ -176,14 +176,12 @@ def _folded_call(
     for name, tensor, dim in zip(OPERAND_NAMES, call, dims, strict=False):
         if tensor is None or (dim is None and tensor.shape[:1] == (1,) and name not in full):
             folded.append(tensor)
-        elif name == "seed":
-            # The index of the batch tells the examples apart, so one seed still gives each its own mask.
-            folded.append(tensor if dim is None else tensor.select(dim, 0))
         else:
             folded.append(_fold(tensor, dim, size, batch))
     return folded + list(call[len(OPERAND_NAMES) :])
 
 
+_SEED = OPERAND_NAMES.index("seed")
 _FULL = ("query", "key", "value", "bound_norms", "bound_centroids", "bound_radii")
 
 
@@ -192,16 +190,30 @@ def _rows(tensor: Tensor, dim: int | None) -> int:
     return tensor.shape[0] if dim is None else tensor.movedim(dim, 0).shape[1]
 
 
+def _one_by_one(operator: Any, size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """For dropout, whose mask goes by the index in the batch: folded, an example would have another than alone."""
+    rows = [
+        operator(*(arg.select(dim, n) if isinstance(dim, int) else arg for arg, dim in zip(args, in_dims, strict=True)))
+        for n in range(size)
+    ]
+    outputs = tuple(torch.stack(examples) for examples in zip(*rows, strict=True))
+    return outputs, (0,) * len(outputs)
+
+
 def _vmap_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    size = info.batch_size
-    folded = _folded_call(size, _rows(args[0], in_dims[0]), in_dims, args, _FULL)
+    size, batch = info.batch_size, _rows(args[0], in_dims[0])
+    if args[_SEED] is not None:
+        return _one_by_one(torch.ops.linbias.attention, size, in_dims, args)
+    folded = _folded_call(size, batch, in_dims, args, _FULL)
     outputs = torch.ops.linbias.attention(*folded)
-    return tuple(tensor.unflatten(0, (size, -1)) for tensor in outputs), (0,) * len(outputs)
+    return tuple(tensor.unflatten(0, (size, batch)) for tensor in outputs), (0,) * len(outputs)
 
 
 def _vmap_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
     size, needs = info.batch_size, args[-1]
     call, dims = args[4:-1], in_dims[4:-1]
+    if call[_SEED] is not None:
+        return _one_by_one(torch.ops.linbias.attention_backward, size, in_dims, args)
     batch = _rows(call[0], dims[0])
     saved = [
         None if tensor is None else _fold(tensor, dim, size, batch)
@@ -216,7 +228,7 @@ def _vmap_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any
             unfolded.append(gradient.expand(size, 0))
             continue
         place = OPERAND_NAMES.index(name)
-        examples = gradient.unflatten(0, (size, -1))
+        examples = gradient.unflatten(0, (size, batch))
         unfolded.append(examples.sum(1, keepdim=True) if _rows(call[place], dims[place]) == 1 else examples)
     return tuple(unfolded), (0,) * len(unfolded)
 

@@ -4,8 +4,9 @@
 Every default is resolved and every rule checked here, once, for every door into the library.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -76,7 +77,11 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, request: 
     Raises:
         TypeError, ValueError: naming the argument, the rule, what came and what to do.
     """
+    given = key
     query, key, value = _check_inputs(*_autocast(query, key, value))
+    if request.key_bounds is not None and key.dtype != given.dtype:
+        # Rounding may lengthen a key beyond the bound of what was given; the backend computes its own.
+        request = replace(request, key_bounds=None)
     options = _options(query, request)
     operands = _operands(query, key, value, slopes, request, options)
     return Problem.of(operands, options, transformed=transform_active()), operands
@@ -140,8 +145,11 @@ def _number(name: str, value: float | None, default: float) -> float:
 def _options(query: Tensor, request: Request) -> Options:
     if not isinstance(request.causal, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"causal must be True or False, got {request.causal!r}")
-    if request.softcap is not None and not _number("softcap", request.softcap, 0.0) > 0:
-        raise ValueError(f"softcap must be > 0 or None, got {request.softcap}")
+    if request.softcap is not None and not 0 < _number("softcap", request.softcap, 0.0) < math.inf:
+        raise ValueError(f"softcap must be a positive finite number, or None for none, got {request.softcap}")
+    scale = _number("scale", request.scale, default_scale(query.shape[3]))
+    if not -math.inf < scale < math.inf:
+        raise ValueError(f"scale must be finite, or None for 1 / sqrt(head dim), got {request.scale}")
     dropout_p = _number("dropout_p", request.dropout_p, 0.0)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {request.dropout_p}")
@@ -157,11 +165,11 @@ def _options(query: Tensor, request: Request) -> Options:
         sinks=check_count("sinks", request.sinks),
         prefix=check_count("prefix", request.prefix),
         metric=check_metric(request.metric),
-        scale=_number("scale", request.scale, default_scale(query.shape[3])),
+        scale=scale,
         softcap=None if request.softcap is None else float(request.softcap),
         dropout_p=dropout_p,
         tolerance=tolerance,
-        bounds_block=0 if request.key_bounds is None else request.key_bounds.block,
+        bounds_block=0 if request.key_bounds is None else _bounds_block(request.key_bounds),
     )
     if options.metric is not None:
         _refuse_order(request, options)
@@ -272,9 +280,17 @@ def _mask(mask: Tensor, query: Tensor, keys: int) -> Tensor:
     return mask[(None,) * (4 - mask.dim())]
 
 
-def _check_bounds(bounds: KeyBounds, key: Tensor, dtype: torch.dtype) -> None:
+def _bounds_block(bounds: KeyBounds) -> int:
     if not isinstance(bounds, KeyBounds):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"key_bounds must come from linbias.key_bounds, got {type(bounds).__name__}")
+    if check_count("key_bounds.block", bounds.block) < 1:
+        raise ValueError(f"key_bounds.block must be at least 1, got {bounds.block}; recompute with linbias.key_bounds")
+    if (bounds.centroids is None) != (bounds.radii is None):
+        raise ValueError("key_bounds.centroids and key_bounds.radii must be given together, or neither")
+    return bounds.block
+
+
+def _check_bounds(bounds: KeyBounds, key: Tensor, dtype: torch.dtype) -> None:
     batch, kv_heads, keys, head_dim = key.shape
     shape = (batch, kv_heads, -(-keys // bounds.block))
     expected = {"norms": shape, "centroids": (*shape, head_dim), "radii": shape}

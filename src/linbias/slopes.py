@@ -6,6 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .checks import check_count
+
 SlopeRule = Literal["press", "geometric"]
 
 
@@ -45,12 +47,12 @@ def alibi_slopes(
     >>> alibi_slopes(3).tolist() == [2**-4, 2**-8, 2**-2]
     True
     """
-    if num_heads < 1:
+    if check_count("num_heads", num_heads) < 1:
         raise ValueError(f"num_heads must be at least 1, got {num_heads}; pass the global number of query heads")
     if not max_bias > 0 or max_bias == float("inf"):
         raise ValueError(f"max_bias must be a positive finite number, got {max_bias}; the paper uses 8.0")
-    biased = num_heads if biased_heads is None else biased_heads
-    if not 0 <= biased <= num_heads:
+    biased = num_heads if biased_heads is None else check_count("biased_heads", biased_heads)
+    if biased > num_heads:
         raise ValueError(f"biased_heads must be between 0 and num_heads={num_heads}, got {biased}; None means all")
     if rule == "press":
         values = _press(biased, max_bias)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .attention import Aux, attend
-from .checks import check_count, check_tensor
+from .checks import check_count, check_tensor, position_rows, token_rows
 from .prepare import Request
 from .problem import Result
 
@@ -95,11 +95,12 @@ def alibi_attention_varlen(  # noqa: PLR0913  (the public operations are exempt)
     places = (
         (sequences.query_places, sequences.key_places)
         if query_positions is None or key_positions is None
-        else (query_positions, key_positions)
+        else (_places("query_positions", query_positions, query), _places("key_positions", key_positions, key))
     )
+    if key_mask is not None:
+        key_mask = token_rows("key_mask", key_mask, 1, key.shape[0], (torch.bool,), query)[0]
     marks = sequences.unbiased(check_count("unbiased", unbiased))
-    per_sequence = any(rows is not None and rows.dim() == 2 and rows.shape[0] != 1 for rows in (slopes, future_slopes))
-    if per_sequence:
+    if _differ_by_sequence("slopes", slopes) or _differ_by_sequence("future_slopes", future_slopes):
         call = _Padded(sequences, max_seqlen_q, max_seqlen_k)
         request = call.request(options, future_slopes, key_mask, places, marks)
         result = call.restore(attend(*call.inputs(query, key, value), slopes, request, backend))
@@ -119,6 +120,15 @@ def alibi_attention_varlen(  # noqa: PLR0913  (the public operations are exempt)
     aux = Aux.of(result)
     flat = Aux(lse=aux.lse.squeeze(0), skipped=aux.skipped.squeeze(0), computed=aux.computed)
     return (out, flat) if return_aux else out
+
+
+def _differ_by_sequence(name: str, slopes: Tensor | None) -> bool:
+    return slopes is not None and check_tensor(name, slopes).dim() == 2 and slopes.shape[0] != 1
+
+
+def _places(name: str, positions: Tensor, tokens: Tensor) -> Tensor:
+    """(total,) int64."""
+    return position_rows(name, check_tensor(name, positions, tokens), 1, tokens.shape[0], None, torch.int64)[0]
 
 
 def _packed(tokens: Tensor) -> Tensor:
@@ -197,8 +207,10 @@ class _Padded:
 
     def inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(N, heads, longest, dim) each."""
+        # A padded query sees its sequence's keys, so it must not be a token that may hold NaN.
+        queries = torch.where(self._query_real[..., None, None], _take(query, self._query_index), 0.0)
         return (
-            _take(query, self._query_index).transpose(1, 2),
+            queries.transpose(1, 2),
             _take(key, self._key_index).transpose(1, 2),
             _take(value, self._key_index).transpose(1, 2),
         )

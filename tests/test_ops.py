@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The torch operators: what tracers, transforms and autograd see of a call."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch.library import opcheck
+
+from linbias import BackendUnavailable, alibi_attention, alibi_attention_varlen, alibi_slopes, backends, ops
+from linbias.testing import Case, Inputs, make_inputs
+from tests.every import every_backend, every_kernel, skip_unless_it_can
+
+
+def slow(value: object):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+CASES = (
+    Case(batch=2, heads=6, kv_heads=2, queries=5, keys=9, head_dim=8, causal=True, window=(4, 0)),
+    Case(queries=5, keys=9, head_dim=8, value_dim=6, future="items", unbiased=1, softcap=2.0, mask="full"),
+    Case(queries=5, keys=9, head_dim=8, segments="mixed", padding="left", sinks=1, prefix=2, positions="items",
+         causal=True, dropout_p=0.2),
+    Case(queries=5, keys=9, head_dim=8, positions="points", metric="euclidean", slopes="items", bounds=4),
+    Case(queries=5, keys=9, head_dim=8, causal=True, dtype=torch.bfloat16),
+)  # fmt: skip
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+# opcheck takes seconds, tracing more.
+few_cases = pytest.mark.parametrize("case", [CASES[0], *(slow(case) for case in CASES[1:])], ids=str)
+kernels_first = pytest.mark.parametrize(
+    "backend", [name if not getattr(backends, name).COMPOSITE else slow(name) for name in backends.available()]
+)
+# torch's own forward-mode rules and its compiler still call torch.jit.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:DeprecationWarning")
+LEAVES = ("query", "key", "value", "slopes", "future_slopes")
+
+
+def forward_call(inputs: Inputs, backend: str, *, grad: bool) -> tuple:
+    """The arguments of torch.ops.linbias.attention."""
+    problem, operands = inputs.resolve()
+    if grad:
+        leaves = {name: getattr(operands, name) for name in LEAVES if getattr(operands, name) is not None}
+        operands = replace(operands, **{name: leaf.detach().requires_grad_() for name, leaf in leaves.items()})
+    return (*operands.tensors(), *problem.options.values(), backend)
+
+
+class TestContracts:
+    @every_kernel
+    @few_cases
+    def test_forward_operator(self, backend: str, case: Case):
+        inputs = make_inputs(case)
+        skip_unless_it_can(backend, inputs)
+        opcheck(torch.ops.linbias.attention.default, forward_call(inputs, backend, grad=True))
+
+    @every_kernel
+    @few_cases
+    def test_backward_operator(self, backend: str, case: Case):
+        inputs = make_inputs(case)
+        skip_unless_it_can(backend, inputs)
+        call = forward_call(inputs, backend, grad=False)
+        out, lse, _, _ = torch.ops.linbias.attention(*call)
+        needs = [True, True, True, True, case.future is not None]
+        opcheck(
+            torch.ops.linbias.attention_backward.default,
+            (inputs.grad_out, inputs.grad_lse, out, lse, *call, needs),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+        opcheck(
+            torch.ops.linbias.attention_backward.default,
+            (inputs.grad_out, None, out, lse, *call, [False, True, False, False, False]),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+
+    def test_the_operators_know_their_backend_must_exist(self):
+        call = forward_call(make_inputs(CASES[0]), "cudnn", grad=False)
+        with pytest.raises(ValueError, match="backend must be 'auto' or one of"):
+            torch.ops.linbias.attention(*call)
+
+    @every_kernel
+    def test_outputs_that_owe_nothing(self, backend: str):
+        query = torch.randn(1, 2, 3, 4, requires_grad=True)
+        _, aux = alibi_attention(query, query, query, alibi_slopes(2), causal=True, backend=backend, return_aux=True)
+        assert aux.lse.requires_grad and not aux.skipped.requires_grad and not aux.computed.requires_grad
+
+    @every_kernel
+    def test_no_gradient_asked_none_computed(self, backend: str, monkeypatch: pytest.MonkeyPatch):
+        asked = []
+        module = getattr(backends, backend)
+        backward = module.backward
+        monkeypatch.setattr(module, "backward", lambda *call: asked.append(call[-1]) or backward(*call))
+        query, key, value = (torch.randn(1, 2, 3, 4) for _ in range(3))
+        out = alibi_attention(query, key, value.requires_grad_(), alibi_slopes(2), causal=True, backend=backend)
+        out.sum().backward()
+        assert asked == [(False, False, True, False, False)]
+        assert value.grad is not None and query.grad is None and key.grad is None
+
+
+class TestSecondOrder:
+    @every_kernel
+    def test_double_backward_says_who_can(self, backend: str):
+        query = torch.randn(1, 2, 3, 4, requires_grad=True)
+        out = alibi_attention(query, query, query, alibi_slopes(2), causal=True, backend=backend)
+        (gradient,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+        with pytest.raises(BackendUnavailable) as caught:
+            gradient.sum().backward()
+        assert repr(backend) in str(caught.value) and "backend='reference'" in str(caught.value)
+
+    def test_reference_has_every_order(self):
+        query = torch.randn(1, 1, 2, 2, dtype=torch.float64, requires_grad=True)
+        out = alibi_attention(query, query, query, alibi_slopes(1), causal=True, backend="reference").square().sum()
+        for _ in range(3):
+            (out,) = torch.autograd.grad(out.sum(), query, create_graph=True)
+        assert out.isfinite().all() and out.abs().sum() > 0
+
+
+class TestFunctorch:
+    """vmap works on every backend; gradients inside a transform are the reference's."""
+
+    def call(self, inputs: Inputs, backend: str):
+        options = inputs.options
+
+        def attention(query, key, value, slopes):
+            return alibi_attention(query, key, value, slopes, **options, backend=backend, return_aux=True)
+
+        def results(*leaves):
+            out, aux = attention(*leaves)
+            return out, aux.lse
+
+        return results
+
+    def stack(self, count: int = 3) -> list[Inputs]:
+        cases = [
+            Case(heads=4, kv_heads=2, queries=5, keys=9, head_dim=8, causal=True, spread=1 + n) for n in range(count)
+        ]
+        return [make_inputs(case) for case in cases]
+
+    @every_backend
+    @pytest.mark.parametrize(
+        "in_dims", [(0, 0, 0, 0), (0, 0, 0, None), (0, None, None, None), (None, 0, 0, None), (None, None, None, 0),
+                    (1, 2, 0, 1), (-1, 0, 3, 0)],
+        ids=str,
+    )  # fmt: skip
+    def test_vmap(self, backend: str, in_dims: tuple):
+        examples = self.stack()
+        examples = [replace(one, slopes=(0.5 + n) * one.slopes) for n, one in enumerate(examples)]
+        per_name = [[getattr(one, name) for one in examples] for name in LEAVES[:4]]
+        stacked = [
+            given[0] if dim is None else torch.stack(given, dim) for given, dim in zip(per_name, in_dims, strict=True)
+        ]
+        attention = self.call(examples[0], backend)
+        out, lse = torch.vmap(attention, in_dims=in_dims)(*stacked)
+        for n in range(3):
+            wanted, wanted_lse = attention(
+                *(g[0 if dim is None else n] for g, dim in zip(per_name, in_dims, strict=True))
+            )
+            torch.testing.assert_close(out[n], wanted)
+            torch.testing.assert_close(lse[n], wanted_lse)
+
+    @every_backend
+    def test_vmap_over_masks_positions_and_batched_slopes(self, backend: str):
+        inputs = make_inputs(Case(queries=5, keys=9, head_dim=8, causal=True, slopes="items"))
+        masks = torch.rand(3, 2, 9) < 0.7
+        positions = torch.randint(0, 12, (3, 9))
+        slopes = torch.stack([inputs.slopes, 2 * inputs.slopes, 3 * inputs.slopes])
+
+        def attention(mask, key_positions, slopes):
+            return alibi_attention(
+                inputs.query, inputs.key, inputs.value, slopes, causal=True, window=(5, 0), sinks=1, key_mask=mask,
+                key_positions=key_positions, backend=backend,
+            )  # fmt: skip
+
+        found = torch.vmap(attention)(masks, positions, slopes)
+        for n in range(3):
+            torch.testing.assert_close(found[n], attention(masks[n], positions[n], slopes[n]))
+
+    @every_backend
+    @pytest.mark.parametrize("randomness", ["same", "different"])
+    def test_vmap_with_dropout(self, backend: str, randomness: str):
+        query = torch.randn(3, 2, 4, 5, 8, requires_grad=True)
+        slopes = alibi_slopes(4).requires_grad_()
+
+        def run(backend):
+            def attention(query):
+                return alibi_attention(query, query, query, slopes, causal=True, dropout_p=0.5, backend=backend)
+
+            torch.manual_seed(1)
+            out = torch.vmap(attention, randomness=randomness)(query)
+            return out, *torch.autograd.grad(out.square().sum(), (query, slopes))
+
+        for one, other in zip(run(backend), run("reference"), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        equal = torch.vmap(lambda query: alibi_attention(query, query, query, slopes, causal=True, dropout_p=0.5,
+                           backend=backend), randomness=randomness)(query[:1].expand_as(query))  # fmt: skip
+        assert equal[0].equal(equal[1]) == (randomness == "same")
+
+    @every_backend
+    def test_vmap_inside_vmap(self, backend: str):
+        query = torch.randn(2, 3, 1, 2, 4, 8)
+        slopes = alibi_slopes(2)
+
+        def attention(query):
+            return alibi_attention(query, query, query, slopes, causal=True, backend=backend)
+
+        found = torch.vmap(torch.vmap(attention))(query)
+        for n in range(2):
+            for m in range(3):
+                torch.testing.assert_close(found[n, m], attention(query[n, m]))
+
+    @every_backend
+    @pytest.mark.parametrize("shared_slopes", [True, False])
+    def test_autograd_through_vmap(self, backend: str, shared_slopes: bool):
+        query = torch.randn(3, 2, 4, 5, 8, requires_grad=True)
+        key = torch.randn(3, 2, 2, 9, 8, requires_grad=True)
+        slopes = (alibi_slopes(4) if shared_slopes else torch.rand(3, 4)).requires_grad_()
+
+        def attention(query, key, slopes):
+            out, aux = alibi_attention(query, key, key, slopes, causal=True, backend=backend, return_aux=True)
+            return out, aux.lse
+
+        leaves, in_dims = (query, key, slopes), (0, 0, None if shared_slopes else 0)
+        results = torch.vmap(attention, in_dims=in_dims)(*leaves)
+        gradients = [torch.randn_like(result) for result in results]
+        found = torch.autograd.grad(results, leaves, gradients)
+        rows = [attention(query[n], key[n], slopes if shared_slopes else slopes[n]) for n in range(3)]
+        wanted = torch.autograd.grad([torch.stack(result) for result in zip(*rows, strict=True)], leaves, gradients)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+    @every_backend
+    @pytest.mark.parametrize("shared_slopes", [True, False])
+    def test_vmap_over_gradients(self, backend: str, shared_slopes: bool):
+        """As torch.autograd.functional.jacobian(vectorize=True) and is_grads_batched do."""
+        query = torch.randn(2, 4, 5, 8, requires_grad=True)
+        slopes = (alibi_slopes(4) if shared_slopes else torch.rand(2, 4)).requires_grad_()
+        out = alibi_attention(query, query, query, slopes, causal=True, backend=backend)
+        directions = torch.randn(3, *out.shape)
+        found = torch.autograd.grad(out, (query, slopes), directions, is_grads_batched=True, retain_graph=True)
+        for n in range(3):
+            wanted = torch.autograd.grad(out, (query, slopes), directions[n], retain_graph=True)
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one[n], other, rtol=1e-5, atol=1e-5)
+
+    @every_kernel
+    @pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "forward_ad"])
+    def test_gradients_inside_a_transform_are_refused_by_name(self, backend: str, transform: str):
+        with pytest.raises(BackendUnavailable) as caught:
+            self.transformed(transform, backend)
+        assert repr(backend) in str(caught.value) and "'auto'" in str(caught.value)
+        assert "transform" in str(caught.value) or "functorch" in str(caught.value)
+
+    @pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "forward_ad"])
+    def test_gradients_inside_a_transform_are_the_references_under_auto(self, transform: str):
+        torch.testing.assert_close(self.transformed(transform, "auto"), self.transformed(transform, "reference"))
+
+    def transformed(self, transform: str, backend: str) -> torch.Tensor:
+        query = torch.sin(torch.arange(24.0)).reshape(1, 2, 3, 4)
+        tangent = torch.cos(torch.arange(24.0)).reshape(1, 2, 3, 4)
+
+        def attention(query):
+            return alibi_attention(query, query, query, alibi_slopes(2), causal=True, backend=backend)
+
+        if transform == "grad":
+            return torch.func.grad(lambda query: attention(query).square().sum())(query)
+        if transform == "vjp":
+            return torch.func.vjp(attention, query)[1](tangent)[0]
+        if transform == "jvp":
+            return torch.func.jvp(attention, (query,), (tangent,))[1]
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(query, tangent)
+            return torch.autograd.forward_ad.unpack_dual(attention(dual)).tangent
+
+    def test_per_sample_gradients_agree_with_a_loop(self):
+        query = torch.randn(3, 1, 2, 5, 8)
+
+        def loss(query, slopes):
+            return alibi_attention(query, query, query, slopes, causal=True).square().sum()
+
+        slopes = alibi_slopes(2)
+        found = torch.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=(0, None))(query, slopes)
+        for n in range(3):
+            leaves = (query[n].clone().requires_grad_(), slopes.clone().requires_grad_())
+            for one, other in zip(found, torch.autograd.grad(loss(*leaves), leaves), strict=True):
+                torch.testing.assert_close(one[n], other, rtol=1e-5, atol=1e-6)
+
+
+class TestTracing:
+    def attention(self, backend: str, **options):
+        def call(query, key, value, slopes, key_mask):
+            out, aux = alibi_attention(
+                query, key, value, slopes, causal=True, window=(6, 0), sinks=1, key_mask=key_mask, unbiased=1,
+                backend=backend, return_aux=True, **options,
+            )  # fmt: skip
+            return out, aux.lse
+
+        return call
+
+    def arguments(self, queries: int = 5, keys: int = 9, grad: bool = True) -> tuple:
+        inputs = make_inputs(Case(heads=6, kv_heads=2, queries=queries, keys=keys, head_dim=8, causal=True))
+        leaves = [getattr(inputs, name).clone().requires_grad_(grad) for name in LEAVES[:4]]
+        return (*leaves, torch.arange(keys) != 3)
+
+    def compare(self, compiled, plain, arguments: tuple) -> None:
+        leaves = arguments[:4]
+        found, wanted = compiled(*arguments), plain(*arguments)
+        directions = [torch.randn_like(result) for result in wanted]
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+        gradients = [torch.autograd.grad(results, leaves, directions) for results in (found, wanted)]
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+    def test_the_reference_compiles_to_one_graph(self):
+        torch._dynamo.reset()
+        call = self.attention("reference")
+        self.compare(torch.compile(call, fullgraph=True, backend="eager"), call, self.arguments())
+
+    @kernels_first
+    def test_compiles_once_for_all_lengths(self, backend: str):
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        call = self.attention(backend)
+        compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+        self.compare(compiled, call, self.arguments(5, 9))
+        count = counter.frame_count
+        for queries, keys in ((11, 17), (3, 12), (7, 8)):
+            self.compare(compiled, call, self.arguments(queries, keys))
+        assert counter.frame_count == count
+
+    @pytest.mark.slow
+    @every_backend
+    def test_compiles_with_inductor(self, backend: str):
+        torch._dynamo.reset()
+        call = self.attention(backend)
+        self.compare(torch.compile(call, fullgraph=True), call, self.arguments())
+
+    @pytest.mark.slow
+    @every_backend
+    def test_compiles_with_dropout(self, backend: str):
+        torch._dynamo.reset()
+        compiled = torch.compile(self.attention(backend, dropout_p=0.5), fullgraph=True, backend="aot_eager")
+        arguments = self.arguments(grad=False)
+        first, second = compiled(*arguments)[0], compiled(*arguments)[0]
+        assert not first.equal(second), "the seed is drawn anew in each call"
+
+    @pytest.mark.slow
+    def test_compiles_varlen(self):
+        torch._dynamo.reset()
+        ends, slopes = torch.tensor([0, 3, 7]), alibi_slopes(2)
+
+        def call(tokens):
+            return alibi_attention_varlen(tokens, tokens, tokens, slopes, ends, ends, 4, 4, causal=True)
+
+        tokens = torch.randn(7, 2, 4)
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(tokens), call(tokens))
+
+    def test_compiled_calls_check_their_arguments(self):
+        torch._dynamo.reset()
+
+        def call(query, slopes):
+            return alibi_attention(query, query, query, slopes, causal=True)
+
+        compiled = torch.compile(call, backend="eager")
+        with pytest.raises(Exception, match="slopes must have shape"):
+            compiled(torch.zeros(1, 2, 3, 4), torch.zeros(3))
+
+    @kernels_first
+    def test_exports_with_dynamic_lengths(self, backend: str):
+        class Module(torch.nn.Module):
+            def forward(self, query, key, value, slopes, key_mask):
+                return call(query, key, value, slopes, key_mask)
+
+        call = self.attention(backend)
+        queries, keys = torch.export.Dim("queries", min=2, max=4096), torch.export.Dim("keys", min=2, max=4096)
+        batch = torch.export.Dim("batch", min=2, max=64)
+        shapes = ({0: batch, 2: queries}, {0: batch, 2: keys}, {0: batch, 2: keys}, None, {0: keys})
+        program = torch.export.export(Module(), self.arguments(grad=False), dynamic_shapes=shapes)
+        for sizes in ((5, 9), (31, 40), (40, 31)):
+            arguments = self.arguments(*sizes, grad=False)
+            for one, other in zip(program.module()(*arguments), call(*arguments), strict=True):
+                torch.testing.assert_close(one, other)
+
+
+class TestTheDirectPath:
+    """Where nothing watches, the dispatcher's detour is saved; its results must not differ."""
+
+    @every_kernel
+    @cases
+    def test_same_bits_as_through_the_operator(self, backend: str, case: Case):
+        inputs = make_inputs(case)
+        skip_unless_it_can(backend, inputs)
+        problem, operands = inputs.resolve()
+        direct = ops.attention(problem, operands, backends.select(backend, problem))
+        through = torch.ops.linbias.attention(*operands.tensors(), *problem.options.values(), backend)
+        for one, other in zip((direct.out, direct.lse, direct.skipped, direct.computed), through, strict=True):
+            assert one.equal(other)
+
+    def test_modes_see_the_operator(self):
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        seen = []
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                seen.append(str(func))
+                return func(*args, **(kwargs or {}))
+
+        problem, operands = make_inputs(CASES[0]).resolve()
+        with Watch():
+            ops.attention(problem, operands, backends.tiled)
+        assert "linbias.attention.default" in seen
+
+    @every_kernel
+    def test_subclasses_go_through_the_operator(self, backend: str):
+        class Marked(torch.Tensor):
+            pass
+
+        tensor = torch.randn(1, 2, 3, 4)
+        out = alibi_attention(tensor.as_subclass(Marked), tensor, tensor, alibi_slopes(2), causal=True, backend=backend)
+        assert isinstance(out, Marked)
+        plain = alibi_attention(tensor, tensor, tensor, alibi_slopes(2), causal=True, backend=backend)
+        assert out.as_subclass(torch.Tensor).equal(plain)
+
+
+def test_checkpointing_recomputes_the_same_dropout():
+    from torch.utils.checkpoint import checkpoint
+
+    query = torch.randn(1, 2, 9, 4, requires_grad=True)
+
+    def call(query):
+        return alibi_attention(query, query, query, alibi_slopes(2), causal=True, dropout_p=0.5)
+
+    torch.manual_seed(3)
+    (wanted,) = torch.autograd.grad(call(query).square().sum(), query)
+    torch.manual_seed(3)
+    (found,) = torch.autograd.grad(checkpoint(call, query, use_reentrant=False).square().sum(), query)
+    assert found.equal(wanted)
