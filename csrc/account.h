@@ -5,7 +5,8 @@
 //     spent_i + exp(u - m d - lse_i) * gamma * (1 + m d_max)              <= tolerance,
 // and for the keys of the node, with e_i = exp(u - m d - lse_i) * (1 + m d_max),
 //     charged_J + sum of e_i over the rows of the strip                   <= tolerance.
-// The factor 1 + m d_max is there only when slopes get a gradient. docs/proof.md derives what follows for gradients.
+// The factor 1 + m d_max is there only when slopes get a gradient; a slope of 0 counts as 1 in it, since its gradient is
+// a sum over distances all the same. docs/proof.md derives what follows for gradients.
 #pragma once
 
 #include "frontier.h"
@@ -113,7 +114,8 @@ struct RowAccount {
         Vec<C> share = exp_held<C>(u - slope * away - load<C>(lse + i) + C(4e-6));
         if (farther) {
           const Vec<C> most = distinct ? max_keep<C>(absolute<C>(p - low), absolute<C>(p - high)) : splat<C>(kInf<C>);
-          share *= C(1) + (mp > mf ? mp : mf) * most;
+          const Vec<C> steepest = mp > mf ? mp : mf;
+          share *= C(1) + (steepest == C(0) ? splat<C>(1) : steepest) * most;
         }
         const Vec<C> many = distinct ? (one_side ? ranks(slope, node.level) : splat<C>(count(node.level)))
                                      : splat<C>(count(node.level));

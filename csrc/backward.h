@@ -277,7 +277,8 @@ class BackwardWorker {
     const KeySpan& span = *keys_.span;
     const C p = rows_.relative[row];
     const C most = greater(std::fabs(p - C(span.low - rows_.origin)), std::fabs(p - C(span.high - rows_.origin)));
-    return 1 + greater(rows_.past[row], rows_.future[row]) * most;
+    const C steepest = greater(rows_.past[row], rows_.future[row]);
+    return 1 + (steepest == 0 ? C(1) : steepest) * most;
   }
 
   // A peak is the largest number and does not see NaN, which must reach the gradients.

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public operation: what it defaults to, what it returns, where it runs, and what surrounds it."""
+"""The public operation: what it defaults to, what it returns, and how a backend is chosen."""
 
-import copy
 import inspect
 import math
-import threading
+import sys
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import linbias
 from linbias import BackendUnavailable, alibi_attention, alibi_attention_weights, alibi_slopes, merge
@@ -169,6 +167,24 @@ class TestPositions:
         torch.testing.assert_close(out[:, :, 0], value[:, :, 0])
         assert not torch.allclose(out[:, :, 1], value[:, :, 1])
 
+    @every_backend
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_counts_as_large_as_int64(self, backend: str, causal: bool):
+        call, most = qkv(queries=70, keys=133), sys.maxsize
+        plain = alibi_attention(*call, causal=causal, backend=backend)
+        at = {"query_positions": torch.arange(63, 133) - 2**62, "key_positions": torch.arange(133) - 2**62}
+        for options in (
+            {"window": (most, most)},
+            {"window": (most, most), "sinks": most},
+            {"window": (most, most)} | at,
+        ):
+            torch.testing.assert_close(alibi_attention(*call, causal=causal, **options, backend=backend), plain)
+        everything = alibi_attention(*call, causal=causal, prefix=most, backend=backend)
+        torch.testing.assert_close(everything, alibi_attention(*call, causal=False, backend=backend))
+        unbiased = alibi_attention(*call, causal=causal, unbiased=most, backend=backend)
+        zero = alibi_attention(*call[:3], torch.zeros(3), causal=causal, backend=backend)
+        torch.testing.assert_close(unbiased, zero)
+
 
 class TestWeights:
     def test_are_the_softmax_that_the_output_uses(self):
@@ -298,113 +314,3 @@ class TestBackends:
             names = ["problem", "operands", "out", "lse", "grad_out", "grad_lse", "needs"]
             assert list(inspect.signature(module.forward).parameters) == names[:2]
             assert list(inspect.signature(module.backward).parameters) == names
-
-
-class TestSurroundings:
-    @every_backend
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_autocast_casts_q_k_v_and_nothing_else(self, backend: str, dtype: torch.dtype):
-        query, key, value, slopes = qkv()
-        with torch.autocast("cpu", dtype):
-            out, aux = alibi_attention(query, key, value, slopes, causal=True, backend=backend, return_aux=True)
-        half = [tensor.to(dtype) for tensor in (query, key, value)]
-        wanted, wanted_aux = alibi_attention(*half, slopes, causal=True, backend=backend, return_aux=True)
-        assert out.dtype == dtype and out.equal(wanted)
-        assert aux.lse.dtype == torch.float32 and aux.lse.equal(wanted_aux.lse)
-
-    @every_backend
-    def test_autocast_and_backward(self, backend: str):
-        query, key, value, slopes = (tensor.requires_grad_() for tensor in qkv())
-        with torch.autocast("cpu", torch.bfloat16):
-            out = alibi_attention(query, key, value, slopes, causal=True, backend=backend)
-        out.float().sum().backward()
-        for tensor in (query, key, value, slopes):
-            assert tensor.grad.dtype == torch.float32 and tensor.grad.isfinite().all()
-
-    @every_backend
-    def test_autocast_leaves_float64_alone(self, backend: str):
-        call = qkv(dtype=torch.float64)
-        with torch.autocast("cpu", torch.bfloat16):
-            out = alibi_attention(*call, causal=True, backend=backend)
-        assert out.dtype == torch.float64 and out.equal(alibi_attention(*call, causal=True, backend=backend))
-
-    @pytest.mark.parametrize("fake", [False, True])
-    def test_shapes_without_contents(self, fake: bool):
-        """Nothing reads a value: on the meta device and under FakeTensorMode there is none to read."""
-        with FakeTensorMode() if fake else torch.device("meta"):
-            query = torch.empty(2, 6, 5, 4, dtype=torch.bfloat16, requires_grad=True)
-            key, value = torch.empty(2, 3, 7, 4).bfloat16(), torch.empty(2, 3, 7, 8).bfloat16()
-            rows = torch.empty(2, 7, dtype=torch.int64)
-            out, aux = alibi_attention(
-                query, key, value, torch.empty(6), causal=True, window=(3, 0), sinks=1, prefix=2,
-                key_mask=torch.empty(7, dtype=torch.bool), query_segments=rows[:, :5], key_segments=rows,
-                query_positions=rows[:, :5], key_positions=rows, future_slopes=torch.empty(2, 6), unbiased=1,
-                softcap=2.0, dropout_p=0.1, return_aux=True,
-            )  # fmt: skip
-            out.sum().backward()
-        assert out.shape == (2, 6, 5, 8) and out.dtype == torch.bfloat16 and aux.lse.dtype == torch.float32
-        assert out.device.type == ("cpu" if fake else "meta") and query.grad.shape == query.shape
-
-    @every_backend
-    def test_threads_get_what_one_gets(self, backend: str):
-        calls = [qkv(queries=5 + index, keys=33) for index in range(4)]
-        wanted = [alibi_attention(*call, causal=True, backend=backend) for call in calls]
-        found: list = [None] * 4
-
-        def work(index: int) -> None:
-            for _ in range(5):
-                found[index] = alibi_attention(*calls[index], causal=True, backend=backend)
-
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for one, other in zip(found, wanted, strict=True):
-            assert one.equal(other)
-
-    @every_backend
-    def test_modules_that_call_it_can_be_copied(self, backend: str):
-        class Layer(torch.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.mix = torch.nn.Linear(4, 4)
-
-            def forward(self, tokens):
-                mixed = self.mix(tokens)
-                return alibi_attention(mixed, mixed, mixed, alibi_slopes(3), causal=True, backend=backend)
-
-        layer, tokens = Layer(), torch.randn(1, 3, 5, 4)
-        assert copy.deepcopy(layer)(tokens).equal(layer(tokens))
-
-    @every_backend
-    def test_no_state_is_left_behind(self, backend: str):
-        first = alibi_attention(*qkv(), causal=True, backend=backend)
-        for queries, keys in ((9, 9), (1, 40), (6, 3)):
-            alibi_attention(*qkv(queries, keys), causal=False, backend=backend)
-        assert alibi_attention(*qkv(), causal=True, backend=backend).equal(first)
-
-    @every_backend
-    def test_subclasses_and_parameters(self, backend: str):
-        query, key, value, slopes = qkv()
-        out = alibi_attention(
-            torch.nn.Parameter(query), key, value, torch.nn.Parameter(slopes), causal=True, backend=backend
-        )
-        assert out.requires_grad
-        assert out.equal(alibi_attention(query, key, value, slopes, causal=True, backend=backend))
-
-    def test_inference_mode(self):
-        call = qkv()
-        with torch.inference_mode():
-            out = alibi_attention(*call, causal=True)
-        assert out.equal(alibi_attention(*call, causal=True))
-
-    @every_backend
-    def test_gradients_reach_expanded_and_batched_slopes(self, backend: str):
-        query, key, value, slopes = qkv()
-        shared = slopes.clone().requires_grad_()
-        alibi_attention(query, key, value, shared.expand(2, 3), causal=True, backend=backend).sum().backward()
-        batched = slopes.expand(2, 3).clone().requires_grad_()
-        alibi_attention(query, key, value, batched, causal=True, backend=backend).sum().backward()
-        assert batched.grad.shape == (2, 3) and not batched.grad[0].equal(batched.grad[1])
-        torch.testing.assert_close(shared.grad, batched.grad.sum(0), rtol=1e-5, atol=1e-6)

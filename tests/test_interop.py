@@ -296,6 +296,16 @@ class TestFlexBlockMask:
         kept = dense(mask)[0][0, 0]
         assert kept[0].all() and kept[:, 0].all() and not kept[6, 2:4].any()
 
+    def test_each_side_and_item_has_its_own_reach(self):
+        slopes, future = torch.tensor([[4.0, 0.25], [0.25, 4.0]]), torch.tensor([4.0, 4.0])
+        mask = flex_block_mask(slopes, 256, 256, causal=False, content=0.0, future_slopes=future, block_size=16)
+        kept = dense(mask)[0]
+        assert reach(future, tolerance=2**-26).tolist() == [4, 4] and reach(slopes, tolerance=2**-26)[0, 1] == 78
+        for item, head in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            blocks_back = {4.0: 1, 0.25: 5}[slopes[item, head].item()]
+            expected = torch.ones(16, 16, dtype=torch.bool).tril(1).triu(-blocks_back)
+            assert torch.equal(kept[item, head], expected), (item, head)
+
     def test_what_bounds_nothing_leaves_nothing_out(self):
         for content in (torch.inf, torch.nan, torch.tensor([torch.nan, torch.inf])):
             mask = flex_block_mask(torch.tensor([1.0, 4.0]), 96, 96, causal=False, content=content, block_size=16)

@@ -27,6 +27,8 @@ def check_count(name: str, value: object) -> int:
     """A non-negative int."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
         raise ValueError(f"{name} must be an int >= 0, got {value!r}")
+    if value >= 2**63:
+        raise ValueError(f"{name} must be an int >= 0 and below 2**63, got {value!r}")
     return value  # pyright: ignore[reportReturnType]  (a SymInt stands for an int under torch.export)
 
 

@@ -10,7 +10,18 @@ from torch import Tensor
 
 import linbias
 from linbias.hf.cache import AlibiCache, AlibiLayer
-from tests.hf.tiny import CACHE, base, every_family, every_kind, generate, lengths_mask, make, store, tokens, transformers
+from tests.hf.tiny import (
+    CACHE,
+    base,
+    every_family,
+    every_kind,
+    generate,
+    lengths_mask,
+    make,
+    store,
+    tokens,
+    transformers,
+)
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},

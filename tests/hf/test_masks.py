@@ -182,7 +182,9 @@ class TestModels:
             alone = [model(part).logits for part in (ids[:, :4], ids[:, 4:])]
             plain = model(ids, position_ids=position_ids, use_cache=False).logits
             with exactly(model) as exact_model:
-                exact = [exact_model(part, attention_mask=torch.ones_like(part)).logits for part in ids.split([4, 5], 1)]
+                exact = [
+                    exact_model(part, attention_mask=torch.ones_like(part)).logits for part in ids.split([4, 5], 1)
+                ]
             linbias.patch(model)
             packed = model(ids, position_ids=position_ids, use_cache=False).logits
         torch.testing.assert_close(plain, torch.cat(alone, 1), atol=2e-5, rtol=0)

@@ -30,7 +30,7 @@ class TestReport:
         report = linbias.patch(model)
         (decoder,) = report.decoders
         assert report.layers == 3 and report.fidelity == "exact" and report.not_covered == ()
-        assert decoder.name == "transformer" and decoder.family == kind.split("-")[0]
+        assert decoder.name == "transformer" and decoder.family == kind.split("-", maxsplit=1)[0]
         assert all(model.get_submodule(name).uses_alibi for name in decoder.layers)
         assert decoder.convention in str(report) and "3 attention layers" in str(report)
 

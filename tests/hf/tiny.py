@@ -49,7 +49,7 @@ HEADS = {
 
 def make(kind: str, head: str = "lm", *, heads: int = 6, layers: int = 3, width: int = 48, **options: Any) -> Any:
     """A random model in eval mode. Its weights are large enough that content and bias both matter."""
-    family = kind.split("-")[0]
+    family = kind.split("-", maxsplit=1)[0]
     if family == BLOOM:
         sizes = {"hidden_size": width, "n_layer": layers, "n_head": heads}
     elif family == MPT:

@@ -103,9 +103,11 @@ def test_C5_is_causal_aligns_ends_and_defers_to_a_mask_of_another_shape():
     mask = torch.ones(2, TOKENS, dtype=torch.bool).triu(1)
     promised = module(tokens[:, 5:], tokens, tokens, attn_mask=mask, is_causal=True)[0]
     close(promised, module(tokens[:, 5:], tokens, tokens, attn_mask=mask)[0])
+    module.causal = True  # aligns ends, and hides less than this mask
+    close(module(tokens[:, 5:], tokens, tokens, attn_mask=mask)[0], promised)
 
 
 def test_F10_a_mask_elsewhere_is_named():
     module, tokens = attention(), inputs()
-    with pytest.raises(ValueError, match="key_mask must be on the query's device cpu, got meta"):
+    with pytest.raises(ValueError, match="key_padding_mask must be on the query's device cpu, got meta"):
         module(tokens, tokens, tokens, key_padding_mask=padding().to("meta"))

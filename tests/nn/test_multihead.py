@@ -119,6 +119,9 @@ def test_constructor_arguments_that_cannot_be_honoured_are_refused():
         MultiheadAttention(WIDTH, HEADS, dropout=1.0)
     with pytest.raises(TypeError, match="slopes must be a module such as Slopes"):
         MultiheadAttention(WIDTH, HEADS, slopes=alibi_slopes(HEADS))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"future_slopes must give num_heads=4 slopes, got Slopes\(num_heads=8"):
+        MultiheadAttention(WIDTH, HEADS, future_slopes=Slopes(8))
+    assert MultiheadAttention(WIDTH, HEADS, slopes=Slopes(8, rank=1, world=2)).slopes() is not None
     with pytest.raises(ValueError, match="window"):
         MultiheadAttention(WIDTH, HEADS, window=5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="unbiased"):

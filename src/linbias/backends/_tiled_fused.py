@@ -119,9 +119,9 @@ def _blind_rows(problem: Problem, band: Band) -> Tensor | None:
     first = band.first_key + torch.arange(band.count, device=problem.device).repeat_interleave(band.rows) * band.rows
     blind = torch.zeros_like(place, dtype=torch.bool)
     if right is not None:
-        blind |= place + right < first
+        blind |= first - place > right
     if options.left is not None:
-        blind |= place - options.left >= first + band.span
+        blind |= place - (first + band.span) >= options.left
     return blind if bool(blind.any()) else None
 
 

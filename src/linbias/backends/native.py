@@ -28,7 +28,7 @@ def why_not(problem: Problem) -> str | None:
     if problem.device.type != "cpu":
         return f"runs on CPU tensors, got {problem.device.type!r}"
     if not _BUILT:
-        return "the extension was built without a C++ compiler; reinstall linbias with one"
+        return "its kernels were not built, for want of a working C++17 compiler; reinstall linbias with one"
     if problem.dtype not in _DTYPES:
         return f"supports float32, float64, bfloat16 and float16, got {problem.dtype}"
     if problem.transformed:
@@ -40,7 +40,6 @@ def forward(problem: Problem, operands: Operands) -> Result:
     """One pass over the visible tiles; see csrc/forward.h."""
     from linbias import _native
 
-    query = operands.query
     batch, heads, queries, accumulator = problem.batch, problem.heads, problem.queries, problem.accumulator
     out = torch.empty((batch, heads, queries, problem.value_dim), dtype=problem.dtype, device="cpu")
     lse = torch.empty((batch, heads, queries), dtype=accumulator, device="cpu")

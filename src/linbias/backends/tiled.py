@@ -133,7 +133,8 @@ def _everything(problem: Problem) -> Visits:
     """A table of one tile has nothing to skip."""
     lanes = problem.batch * problem.heads
     strip, block = table_sizes(problem)
-    return Visits(torch.ones((lanes, 1, 1), dtype=torch.bool), torch.zeros((lanes, 1)), strip, block)
+    everything = torch.ones((lanes, 1, 1), dtype=torch.bool, device="cpu")
+    return Visits(everything, torch.zeros((lanes, 1), device="cpu"), strip, block)
 
 
 def _mass(call: Call, keys: Keys, norms: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def at_least(least: float, **values: float | None) -> None:
 class ModelConfig:
     """Shape of the decoder."""
 
-    layers: int = 4
+    layers: int = 3
     """Blocks of attention and feed-forward."""
     width: int = 128
     """Numbers that describe a byte between blocks; the feed-forward is four times as wide."""
@@ -53,11 +53,11 @@ class TrainConfig:
 
     length: int = 128
     """Bytes in a training passage: the L that test lengths are multiples of."""
-    steps: int = 500
+    steps: int = 420
     """Updates of the weights."""
     passages: int = 8
     """Passages in one update."""
-    learning_rate: float = 4e-3
+    learning_rate: float = 3e-3
     """Largest learning rate, reached after warm-up."""
     warmup: int = 20
     """Updates during which the learning rate rises from zero."""
@@ -82,7 +82,7 @@ class EvaluateConfig:
 
     lengths: tuple[int, ...] | None = None
     """Test lengths in bytes; 1, 2, 4, 8 and 16 times the training length if not given."""
-    test_bytes: int = 131_072
+    test_bytes: int = 65_536
     """At most how many bytes are scored: the same bytes for every scheme and length, each once."""
     stride: int | None = None
     """Bytes by which the window moves on. Not given: its whole length, and bytes at its start are guessed from little

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..attention import alibi_attention, alibi_attention_weights, merge
-from ..checks import check_count, check_window
+from ..checks import check_count, check_tensor, check_window
 from ..varlen import alibi_attention_varlen
 from .slopes import Slopes, unwatched
 
@@ -88,6 +88,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         for name, module in (("slopes", slopes), ("future_slopes", future_slopes)):
             if module is not None and not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"{name} must be a module such as Slopes({num_heads}), got {type(module).__name__}")
+            if isinstance(module, Slopes) and module.local_heads != num_heads:
+                raise ValueError(f"{name} must give num_heads={num_heads} slopes, got {module!r}")
         check_window(window)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
@@ -179,10 +181,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch, queries, keys = heads[0].shape[0], heads[0].shape[2], heads[1].shape[2]
         if key_padding_mask is not None:
             expected = ((batch, keys),) if query.dim() == 3 else ((keys,),)
-            options["key_mask"] = _visible("key_padding_mask", key_padding_mask, expected)
+            options["key_mask"] = _visible("key_padding_mask", key_padding_mask, expected, query)
         if attn_mask is not None:
             expected = ((queries, keys), (batch * self.num_heads, queries, keys))
-            visible = _visible("attn_mask", attn_mask, expected)
+            visible = _visible("attn_mask", attn_mask, expected, query)
+            # The hint is about the mask, which alone knows how its rows align with other numbers of keys.
             options["causal"] = self.causal or (is_causal and queries == keys)
             if not (options["causal"] and _is_lower_triangle(visible)):
                 options["attn_mask"] = visible if visible.dim() == 2 else visible.unflatten(0, (batch, -1))
@@ -339,8 +342,9 @@ class _Ragged:
         return torch.nested.as_nested_tensor(list(tokens.split(self.lengths)))
 
 
-def _visible(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
+def _visible(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...], like: Tensor) -> Tensor:
     """torch's mask (bool, True = hidden, or floats of 0 and -inf) as ours: bool, True = visible."""
+    check_tensor(name, mask, like)
     if tuple(mask.shape) not in shapes:
         raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}")
     if mask.dtype == torch.bool:
@@ -370,6 +374,6 @@ def _require(holds: Tensor, message: str) -> None:
 
 def _is_lower_triangle(visible: Tensor) -> bool:
     """Whether a mask says no more than ``causal`` does, where that is free to know: then no kernel need read it."""
-    if not unwatched() or visible.device.type != "cpu" or visible.dim() != 2:
+    if not unwatched() or visible.device.type != "cpu" or visible.dim() != 2 or visible.shape[0] != visible.shape[1]:
         return False
     return torch.equal(visible, torch.ones_like(visible).tril_())

@@ -21,10 +21,10 @@ class Slopes(nn.Module):
     checkpoints of models without this module load strictly.
 
     Learned slopes are ``2 ** log2_slopes``, so they stay above 0 whatever the optimizer does; a head that the rule
-    leaves without a bias has no parameter and keeps slope 0. ``log2_slopes`` starts at the rule, is float32, and stays
-    what it is under ``.half()``, ``.bfloat16()`` and ``.to(dtype)``: rounded to bfloat16, a slope of 2**-7.5 would be
-    wrong by up to 1 %. ``.double()`` makes it float64. FSDP's mixed precision casts parameters past the module: leave
-    this module out of it (``ignored_modules`` or a policy of its own), or the forward says so.
+    leaves without a bias has no parameter and keeps slope 0. ``log2_slopes`` starts at the rule, is float32, and
+    ``.half()``, ``.bfloat16()`` and ``.to(dtype)`` leave it so: in bfloat16 a slope near 2**-7 would be wrong by up to
+    1 %. ``.double()`` makes it float64. FSDP's mixed precision casts parameters past the module: leave this module out
+    of it (``ignored_modules`` or a policy of its own), or the forward says so.
     `weight_decay_groups` keeps weight decay, which pulls every slope towards 1, away from them.
 
     Args:
@@ -71,11 +71,12 @@ class Slopes(nn.Module):
         }
         self._rest = {"learned": learned, "rank": rank, "world": world}
         self._ready: dict[torch.device, Tensor] = {}
-        self._heads = num_heads // world
+        self.local_heads = num_heads // world
+        """How many slopes this rank gives."""
         self._derive(torch.device("cpu"))  # a rule that makes no sense fails here, not in the first forward
         # The rule puts the heads without a bias last, so this rank's share of the others comes first.
         biased = num_heads if biased_heads is None else biased_heads
-        self._biased = min(max(biased - rank * self._heads, 0), self._heads)
+        self._biased = min(max(biased - rank * self.local_heads, 0), self.local_heads)
         empty = torch.empty(self._biased, dtype=torch.float32, device=device)
         self.register_parameter("log2_slopes", nn.Parameter(empty) if learned else None)
         self.reset_parameters()
@@ -123,14 +124,16 @@ class Slopes(nn.Module):
                 f"checkpoint cast it and its digits are lost; leave this module out of the cast"
             )
         slopes = torch.exp2(self.log2_slopes)
-        return F.pad(slopes, (0, self._heads - self._biased))
+        return F.pad(slopes, (0, self.local_heads - self._biased))
 
     def extra_repr(self) -> str:
         """The constructor's arguments, so that the repr rebuilds the module."""
         return ", ".join(f"{name}={value!r}" for name, value in self.config.items())
 
     def _derive(self, device: torch.device) -> Tensor:
-        return alibi_slopes(**self._rule, device=device).narrow(0, self._rest["rank"] * self._heads, self._heads)
+        return alibi_slopes(**self._rule, device=device).narrow(
+            0, self._rest["rank"] * self.local_heads, self.local_heads
+        )
 
     def _fixed(self, device: torch.device) -> Tensor:
         """Derived once a device: copying them there anew would make every call wait for a GPU."""

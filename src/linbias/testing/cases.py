@@ -130,6 +130,8 @@ def _visibility() -> Iterator[Case]:
     yield Case(causal=True, prefix=99)
     yield Case(prefix=7, window=(3, 3))
     yield Case(sinks=99, window=(1, 1))
+    yield Case(sinks=2)  # without a window nothing is left to escape
+    yield Case(prefix=2)
     for padding in ("left", "right", "holes", "shared", "nothing"):
         yield Case(padding=padding, poison=True)
         yield Case(padding=padding, causal=True, poison=True, kv_heads=1)

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the native backend adds to the conformance matrix: its vector widths, threads, strides, account and memory."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from linbias import alibi_slopes
+from linbias.backends import native, reference
+from linbias.problem import Operands, Options, Problem, Result
+from linbias.testing import PROBLEMS, Case, Judge, make_inputs
+from tests.ledger_calls import calls
+from tests.test_ledger import exactly
+
+pytestmark = pytest.mark.skipif(not native._BUILT, reason="the extension was not built: no C++ compiler")
+
+ROOT = Path(__file__).parents[2]
+
+
+def options(**changed: object) -> Options:
+    """Causal attention with the defaults of the public operation."""
+    given = dict(
+        causal=True, left=None, right=None, sinks=0, prefix=0, metric=None, scale=0.25, softcap=None, dropout_p=0.0,
+        tolerance=torch.finfo(torch.float32).eps / 4, bounds_block=0,
+    )  # fmt: skip
+    return Options(**(given | changed))
+
+
+def run(operands: Operands, **changed: object) -> Result:
+    return native.forward(Problem.of(operands, options(**changed)), operands)
+
+
+def operands_of(heads: int, kv_heads: int, queries: int, keys: int, dim: int = 16, **more: Tensor) -> Operands:
+    query, key, value = (torch.randn(2, *shape) for shape in (
+        (heads, queries, dim), (kv_heads, keys, dim), (kv_heads, keys, dim),
+    ))  # fmt: skip
+    return Operands(query, key, value, alibi_slopes(heads)[None], **more)
+
+
+def assert_same_bits(one: Result, other: Result) -> None:
+    assert one.out.equal(other.out) and one.lse.equal(other.lse)
+    assert one.skipped.equal(other.skipped) and one.computed.equal(other.computed)
+
+
+# --- vector widths ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("case", PROBLEMS[::7], ids=str)
+def test_every_width_conforms(case: Case, variant: str, monkeypatch: pytest.MonkeyPatch):
+    from linbias import _native
+
+    if not _native.has_variant(variant):
+        pytest.skip(f"this processor lacks the instructions of {variant}")
+    monkeypatch.setattr(native, "_variant", variant)
+    Judge.of(make_inputs(case)).assert_conforms("native")
+
+
+def test_an_unknown_width_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "_variant", "mmx")
+    with pytest.raises(ValueError, match="no kernels named 'mmx'"):
+        run(operands_of(2, 1, 3, 5))
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threads():
+    """Sets torch's thread count, which the kernels follow, for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_threads_share_row_tiles_without_changing_a_bit(threads):
+    operands = operands_of(6, 2, 301, 333)
+    threads(1)
+    alone = run(operands)
+    threads(3)
+    assert_same_bits(run(operands), alone)
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.004, 0.3])
+def test_threads_share_the_keys_of_one_row_tile(threads, slope: float):
+    # One row tile and 4,801 keys: with four threads the keys are split, each part keeping an account of its own.
+    operands = operands_of(3, 1, 2, 4801)
+    first = {name: getattr(operands, name)[:1].double() for name in ("query", "key", "value")}
+    operands = replace(operands, **first, slopes=torch.full((1, 3), slope, dtype=torch.float64))
+    threads(1)
+    alone = run(operands, tolerance=1e-3)
+    threads(4)
+    split = run(operands, tolerance=1e-3)
+    assert_same_bits(run(operands, tolerance=1e-3), split)
+    most = operands.value.abs().max()
+    assert (split.out - alone.out).abs().max() <= 4e-3 * most
+    assert (split.lse - alone.lse).abs().max() <= 2e-3 / (1 - 1e-3)
+    assert (split.skipped <= 1e-3).all()
+
+
+def test_calls_from_several_threads_at_once(threads):
+    threads(2)
+    operands = operands_of(4, 2, 190, 190)
+    wanted = run(operands)
+    found: list[Result] = []
+    callers = [threading.Thread(target=lambda: found.append(run(operands))) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(found) == 4
+    for result in found:
+        assert_same_bits(result, wanted)
+
+
+FORK = """
+import os, sys, torch
+from linbias import alibi_attention, alibi_slopes
+torch.set_num_threads(2)
+q = torch.randn(1, 4, 200, 16)
+call = lambda: alibi_attention(q, q, q, alibi_slopes(4), causal=True, backend="native")
+wanted = call()
+child = os.fork()
+if child == 0:
+    os._exit(0 if call().equal(wanted) else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_does_not_wait_for_its_parents_threads():
+    assert subprocess.run([sys.executable, "-c", FORK], timeout=120, check=False).returncode == 0
+
+
+# --- strides ---------------------------------------------------------------------------------------------------------
+
+
+def views(tensor: Tensor) -> list[Tensor]:
+    """The same numbers under other strides."""
+    batch, heads, tokens, dim = tensor.shape
+    token_first = tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    gaps = tensor.new_full((batch, heads, tokens, dim + 5), torch.nan)[..., 3 : dim + 3].copy_(tensor)
+    dim_first = tensor.transpose(2, 3).contiguous().transpose(2, 3)
+    return [token_first, gaps, dim_first]
+
+
+@pytest.mark.parametrize("queries", [3, 130])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_strides_change_no_bit(queries: int, dtype: torch.dtype):
+    operands = operands_of(4, 2, queries, 143)
+    names = ("query", "key", "value")
+    operands = replace(operands, **{name: getattr(operands, name).to(dtype) for name in names})
+    # Tolerance 0, because a norm may be summed in another order, and so a tile skipped here and visited there.
+    wanted = run(operands, tolerance=0.0)
+    for name in names:
+        for view in views(getattr(operands, name)):
+            assert view.equal(getattr(operands, name)) and not view.is_contiguous()
+            assert_same_bits(run(replace(operands, **{name: view}), tolerance=0.0), wanted)
+
+
+def test_expanded_keys_are_read_where_they_are():
+    operands = operands_of(4, 2, 70, 90)
+    one = replace(operands, key=operands.key[:1, :1].expand(2, 2, 90, 16))
+    assert one.key.stride()[:2] == (0, 0)
+    assert_same_bits(run(one), run(replace(one, key=one.key.contiguous())))
+
+
+# --- the account -----------------------------------------------------------------------------------------------------
+
+
+@given(call=calls())
+@settings(max_examples=60)
+def test_what_is_skipped_weighs_no_more_than_it_says(call: tuple[Problem, Operands]):
+    # In float64 the lse shows the skipped weight itself: rounding is ten digits below any tolerance drawn.
+    problem, operands = exactly(*call)
+    found, exact_lse = native.forward(problem, operands), reference.forward(problem, operands).lse
+    seen = exact_lse.isfinite()
+    missing = -torch.expm1(found.lse - exact_lse)[seen]
+    assert (found.lse[~seen] == -torch.inf).all()
+    assert (found.skipped >= 0).all() and (found.skipped <= problem.options.tolerance).all()
+    assert (missing <= found.skipped[seen] + 1e-11).all()
+
+
+def test_far_keys_are_skipped_and_a_sink_costs_its_own_tile():
+    operands = replace(operands_of(1, 1, 1500, 1500), slopes=torch.tensor([[0.25]]))
+    plain = run(operands).computed
+    assert plain.max() < 0.2 * 1500 * 1500 / 2
+    key = operands.key.clone()
+    key[:, :, 0] *= 1000
+    sink = run(replace(operands, key=key)).computed
+    # The tile of the sink, 64 keys, may be computed for every row; nothing else.
+    assert (sink - plain).max() <= 64 * 1500 and (sink - plain).min() >= 0
+
+
+def test_nothing_is_skipped_at_tolerance_zero():
+    operands = operands_of(2, 1, 200, 1000)
+    found = run(operands, tolerance=0.0)
+    visible = sum(range(801, 1001))
+    assert (found.computed >= visible).all() and (found.skipped == 0).all()
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_what_no_bound_can_judge_is_visited(poison: float):
+    # A visible NaN, however far, belongs in the result; so does infinity where it makes a score of +inf.
+    operands = replace(operands_of(1, 1, 400, 400), slopes=torch.ones(1, 1))
+    key = operands.key.clone()
+    key[:, :, 3, 5] = poison
+    out = run(replace(operands, key=key)).out
+    spoilt = (operands.query[..., 5] * poison).isnan() | (operands.query[..., 5] > 0)
+    spoilt[:, :, :3] = False
+    assert out.isnan().any(-1).equal(spoilt)
+
+
+def test_blocks_out_of_reach_are_never_read():
+    # Decode with the bounds of a cache: keys beyond the reach of every head may be anything, even NaN.
+    operands = operands_of(4, 2, 1, 4096)
+    operands = replace(operands, slopes=torch.full((1, 4), 0.5))
+    norms = operands.key.unflatten(2, (64, 64)).norm(dim=-1).amax(-1) * (1 + 1e-5)
+    wanted = run(replace(operands, bound_norms=norms), bounds_block=64)
+    for name in ("key", "value"):
+        getattr(operands, name)[:, :, : 4096 - 256] = torch.nan
+    assert_same_bits(run(replace(operands, bound_norms=norms), bounds_block=64), wanted)
+    assert (wanted.computed <= 256).all()
+
+
+# --- distances -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0, 2**24 - 7, 2**40, 2**62])
+@pytest.mark.parametrize("step", [1, 2**18 + 1, 2**33])
+def test_distances_are_exact_integers(start: int, step: int):
+    # q = 0: the weights are the bias alone. Slope 1 / step, so that neighbouring keys are 1 apart in logits.
+    positions = start + step * torch.arange(100)[None]
+    value = torch.eye(100).expand(1, 1, 100, 100)
+    query = torch.zeros(1, 1, 100, 8)
+    operands = Operands(
+        query, query, value, torch.tensor([[1 / step]]), query_positions=positions, key_positions=positions
+    )
+    out = run(operands).out[0, 0]
+    distance = torch.arange(100.0)[:, None] - torch.arange(100.0)
+    wanted = torch.softmax(torch.where(distance >= 0, -distance, -torch.inf).double(), -1)
+    assert (out - wanted).abs().max() <= 4 * torch.finfo(torch.float32).eps
+
+
+# --- cost ------------------------------------------------------------------------------------------------------------
+
+MEMORY = """
+import resource, torch
+from linbias import alibi_slopes
+from linbias.backends import native, reference
+from linbias.problem import Operands, Options, Problem
+torch.set_num_threads(2)
+heads, tokens, dim = 32, 8192, 32
+slopes = alibi_slopes(heads)[None]
+options = Options(causal=True, left=None, right=None, sinks=0, prefix=0, metric=None, scale=dim**-0.5, softcap=None,
+                  dropout_p=0.0, tolerance=3e-8, bounds_block=0)
+def call(tokens):
+    q, k, v = (torch.randn(1, heads, tokens, dim) for _ in range(3))
+    operands = Operands(q, k, v, slopes)
+    spare = torch.ones(1, heads, tokens, dim + 4)  # as large as the results, touched and given back
+    del spare
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    native.forward(Problem.of(operands, options), operands)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+call(64)
+print(call(tokens))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux alone")
+def test_working_memory_is_small():
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, timeout=600)
+    assert int(done.stdout) < 64 * 1024
+
+
+def test_why_not_names_its_reason():
+    problem = Problem.of(operands_of(2, 1, 3, 5), options())
+    assert native.why_not(problem) is None
+    assert "CPU tensors" in str(native.why_not(replace(problem, device=torch.device("meta"))))
+    assert "float32" in str(native.why_not(replace(problem, dtype=torch.float8_e4m3fn)))
+    assert "reference" in str(native.why_not(replace(problem, transformed=True)))
+
+
+# --- C++ -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the sanitizers are run on Linux")
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_units_and_fuzz_under_sanitizers(sanitizers: str, tmp_path: Path):
+    for tool in ("cmake", "ctest", "c++"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"needs {tool}")
+    build = ["cmake", "-S", str(ROOT / "csrc/tests"), "-B", str(tmp_path), f"-DLINBIAS_SANITIZE={sanitizers}"]
+    subprocess.run(build, check=True, capture_output=True)
+    subprocess.run(["cmake", "--build", str(tmp_path), "-j", "2"], check=True, capture_output=True)
+    ctest = ["ctest", "--test-dir", str(tmp_path), "--output-on-failure"]
+    done = subprocess.run(ctest, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

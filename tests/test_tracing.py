@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.compile and torch.export: one graph, whatever the lengths."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+from linbias import alibi_attention, alibi_attention_varlen, alibi_slopes, backends
+from linbias.testing import Case, make_inputs
+from tests.every import every_backend
+
+kernels_first = pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(name, marks=pytest.mark.slow if getattr(backends, name).COMPOSITE else [])
+        for name in backends.available()
+    ],
+)
+# torch's compiler still calls torch.jit.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:DeprecationWarning")
+
+
+def make_call(backend: str, **options):
+    def call(query, key, value, slopes, key_mask):
+        out, aux = alibi_attention(
+            query, key, value, slopes, causal=True, window=(6, 0), sinks=1, key_mask=key_mask, unbiased=1,
+            backend=backend, return_aux=True, **options,
+        )  # fmt: skip
+        return out, aux.lse
+
+    return call
+
+
+def arguments(queries: int = 5, keys: int = 9, grad: bool = True) -> tuple:
+    inputs = make_inputs(Case(heads=6, kv_heads=2, queries=queries, keys=keys, head_dim=8, causal=True))
+    leaves = [getattr(inputs, name).clone().requires_grad_(grad) for name in LEAVES[:4]]
+    return (*leaves, torch.arange(keys) != 3)
+
+
+def compare(compiled, plain, arguments: tuple) -> None:
+    leaves = arguments[:4]
+    found, wanted = compiled(*arguments), plain(*arguments)
+    directions = [torch.randn_like(result) for result in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    gradients = [torch.autograd.grad(results, leaves, directions) for results in (found, wanted)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_the_reference_compiles_to_one_graph():
+    torch._dynamo.reset()
+    call = make_call("reference")
+    compare(torch.compile(call, fullgraph=True, backend="eager"), call, arguments())
+
+
+@kernels_first
+def test_compiles_once_for_all_lengths(backend: str):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    call = make_call(backend)
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    compare(compiled, call, arguments(5, 9))
+    count = counter.frame_count
+    for queries, keys in ((11, 17), (3, 12), (7, 8)):
+        compare(compiled, call, arguments(queries, keys))
+    assert counter.frame_count == count
+
+
+@pytest.mark.slow
+@every_backend
+def test_compiles_with_inductor(backend: str):
+    torch._dynamo.reset()
+    call = make_call(backend)
+    compare(torch.compile(call, fullgraph=True), call, arguments())
+
+
+@pytest.mark.slow
+@every_backend
+def test_compiles_with_dropout(backend: str):
+    torch._dynamo.reset()
+    compiled = torch.compile(make_call(backend, dropout_p=0.5), fullgraph=True, backend="aot_eager")
+    arguments = arguments(grad=False)
+    first, second = compiled(*arguments)[0], compiled(*arguments)[0]
+    assert not first.equal(second), "the seed is drawn anew in each call"
+
+
+@pytest.mark.slow
+def test_compiles_varlen():
+    torch._dynamo.reset()
+    ends, slopes = torch.tensor([0, 3, 7]), alibi_slopes(2)
+
+    def call(tokens):
+        return alibi_attention_varlen(tokens, tokens, tokens, slopes, ends, ends, 4, 4, causal=True)
+
+    tokens = torch.randn(7, 2, 4)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens), call(tokens))
+
+
+def test_compiled_calls_check_their_arguments():
+    torch._dynamo.reset()
+
+    def call(query, slopes):
+        return alibi_attention(query, query, query, slopes, causal=True)
+
+    compiled = torch.compile(call, backend="eager")
+    with pytest.raises(Exception, match="slopes must have shape"):
+        compiled(torch.zeros(1, 2, 3, 4), torch.zeros(3))
+
+
+@kernels_first
+def test_exports_with_dynamic_lengths(backend: str):
+    class Module(torch.nn.Module):
+        def forward(query, key, value, slopes, key_mask):
+            return call(query, key, value, slopes, key_mask)
+
+    call = make_call(backend)
+    queries, keys = torch.export.Dim("queries", min=2, max=4096), torch.export.Dim("keys", min=2, max=4096)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    shapes = ({0: batch, 2: queries}, {0: batch, 2: keys}, {0: batch, 2: keys}, None, {0: keys})
+    program = torch.export.export(Module(), arguments(grad=False), dynamic_shapes=shapes)
+    for sizes in ((5, 9), (31, 40), (40, 31)):
+        arguments = arguments(*sizes, grad=False)
+        for one, other in zip(program.module()(*arguments), call(*arguments), strict=True):
+            torch.testing.assert_close(one, other)
