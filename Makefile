@@ -26,6 +26,7 @@ test-all: .venv/.ready
 
 bench: .venv/.ready
 	$(BIN)/python -m benchmarks.attention
+	$(BIN)/python -m benchmarks.figures
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

@@ -58,6 +58,10 @@ inline void pack_panels(const Rows<X>& in, int64_t first, int count, int64_t D, 
   for (int p = 0; p < kTile / W; ++p, out += D * W) {
     int inside = lesser(W, greater(0, count - p * W));
     int64_t row = first + p * W, d = 0;
+    if (inside == 0) {
+      std::memset(out, 0, static_cast<std::size_t>(D * W) * sizeof(C));
+      continue;
+    }
     if (inside == W && in.step == 1)
       for (; d + L <= D; d += L)
         for (int i = 0; i < W; i += L) transpose_block<X, C>(in, row + i, d, out + d * W + i);

@@ -57,14 +57,17 @@ struct KeyTile {
   void prepare(const Call& call, int64_t b) {
     if (ready) return;
     ready = true;
-    for (int j = 0; j < kTile; ++j) {
-      const bool inside = j < count;
-      const int64_t k = first + j, rank = inside && call.key_ranks ? *call.key_ranks.at(b, k) : INT64_MAX;
-      alive[j] = inside && !(call.key_mask && !*call.key_mask.at(b, k)) ? -1 : 0;
-      sink[j] = rank < call.sinks ? -1 : 0;
-      prefix[j] = rank < call.prefix ? -1 : 0;
-      unbiased[j] = inside && call.key_unbiased && *call.key_unbiased.at(b, k) ? -1 : 0;
-    }
+    for (int j = 0; j < kTile; ++j) alive[j] = j < count ? -1 : 0;
+    if (call.key_mask)
+      for (int j = 0; j < count; ++j) alive[j] = *call.key_mask.at(b, first + j) ? -1 : 0;
+    std::memset(unbiased, 0, sizeof unbiased);
+    if (call.key_unbiased)
+      for (int j = 0; j < count; ++j) unbiased[j] = *call.key_unbiased.at(b, first + j) ? -1 : 0;
+    if (call.key_ranks)
+      for (int j = 0; j < kTile; ++j) {
+        const int64_t rank = j < count ? *call.key_ranks.at(b, first + j) : INT64_MAX;
+        sink[j] = rank < call.sinks ? -1 : 0, prefix[j] = rank < call.prefix ? -1 : 0;
+      }
     if (call.metric != Metric::none) read_coordinates(call, b);
   }
 

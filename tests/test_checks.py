@@ -85,6 +85,7 @@ BROKEN = [
     ({"window": (4, -1)}, ValueError, "window[1] must be an int >= 0, got -1"),
     ({"window": (2.0, 0)}, ValueError, "window[0] must be an int >= 0, got 2.0"),
     ({"window": (True, 0)}, ValueError, "window[0] must be an int >= 0, got True"),
+    ({"window": (2**63, 0)}, ValueError, "window[0] must be an int >= 0 and below 2**63, got 9223372036854775808"),
     ({"sinks": -1}, ValueError, "sinks must be an int >= 0, got -1"),
     ({"sinks": 1.0}, ValueError, "sinks must be an int >= 0, got 1.0"),
     ({"prefix": None}, ValueError, "prefix must be an int >= 0, got None"),

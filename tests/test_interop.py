@@ -24,8 +24,10 @@ COMPILER = pytest.mark.skipif(
 EAGER = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 
 
-def qkv(queries: int, keys: int, dtype: torch.dtype = torch.float32, kv_heads: int = HEADS) -> tuple[Tensor, ...]:
-    shapes = ((BATCH, HEADS, queries, DIM), (BATCH, kv_heads, keys, DIM), (BATCH, kv_heads, keys, DIM))
+def qkv(
+    queries: int, keys: int, dtype: torch.dtype = torch.float32, kv_heads: int = HEADS, dim: int = DIM
+) -> tuple[Tensor, ...]:
+    shapes = ((BATCH, HEADS, queries, dim), (BATCH, kv_heads, keys, dim), (BATCH, kv_heads, keys, dim))
     return tuple(torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes)
 
 
@@ -363,6 +365,9 @@ class TestFlexBlockMask:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 class TestCompiledFlex:
+    # At 16 torch 2.13's CPU kernel returns zeros in a few rows at lengths such as 72 and 200, without a score_mod too.
+    dim = 32
+
     @pytest.fixture(autouse=True)
     def fresh(self) -> Iterator[None]:
         torch.compiler.reset()
@@ -373,7 +378,7 @@ class TestCompiledFlex:
         counter = CompileCounterWithBackend("inductor")
         attend = torch.compile(flex.flex_attention, dynamic=True, backend=counter)
         for tokens in (64, 65, 200, 201):
-            query, key, value = qkv(tokens, tokens)
+            query, key, value = qkv(tokens, tokens, dim=self.dim)
             slopes = torch.rand(HEADS)
             out = attend(query, key, value, score_mod=flex_score_mod(slopes))
             close(out, alibi_attention(query, key, value, slopes, causal=False))
@@ -384,7 +389,7 @@ class TestCompiledFlex:
         attend = torch.compile(flex.flex_attention, dynamic=True)
         slopes = torch.tensor([2.0, 0.5, 0.1, 0.0])
         for tokens in (300, 333):
-            query, key, value = qkv(tokens, tokens, kv_heads=2)
+            query, key, value = qkv(tokens, tokens, kv_heads=2, dim=self.dim)
             mask, visible = (
                 flex_block_mask(slopes, tokens, tokens, causal=causal, window=window, content=content, block_size=32)
                 for content in (content_bound(query, key), torch.inf)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch._dynamo.testing
 from torch.library import opcheck
 
 from linbias import BackendUnavailable, alibi_attention, alibi_slopes, backends, ops
@@ -26,12 +25,9 @@ CASES = (
     Case(queries=5, keys=9, head_dim=8, causal=True, dtype=torch.bfloat16),
 )  # fmt: skip
 cases = pytest.mark.parametrize("case", CASES, ids=str)
-# opcheck takes seconds, tracing more.
+# opcheck takes seconds.
 few_cases = pytest.mark.parametrize("case", [CASES[0], *(slow(case) for case in CASES[1:])], ids=str)
-kernels_first = pytest.mark.parametrize(
-    "backend", [name if not getattr(backends, name).COMPOSITE else slow(name) for name in backends.available()]
-)
-# torch's own forward-mode rules and its compiler still call torch.jit.
+# torch's own forward-mode rules still call torch.jit.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:DeprecationWarning")
 LEAVES = ("query", "key", "value", "slopes", "future_slopes")
 
@@ -193,6 +189,16 @@ class TestFunctorch:
         equal = torch.vmap(lambda query: alibi_attention(query, query, query, slopes, causal=True, dropout_p=0.5,
                            backend=backend), randomness=randomness)(query[:1].expand_as(query))  # fmt: skip
         assert equal[0].equal(equal[1]) == (randomness == "same")
+
+    @every_backend
+    def test_vmap_of_empty_batches(self, backend: str):
+        query = torch.zeros(3, 0, 2, 4, 8, requires_grad=True)
+        out = torch.vmap(lambda one: alibi_attention(one, one, one, alibi_slopes(2), causal=True, backend=backend))(
+            query
+        )
+        assert out.shape == query.shape
+        out.sum().backward()
+        assert query.grad.shape == query.shape
 
     @every_backend
     def test_vmap_inside_vmap(self, backend: str):

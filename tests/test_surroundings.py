@@ -90,11 +90,11 @@ def test_threads_get_what_one_gets(backend: str):
 @every_backend
 def test_modules_that_call_it_can_be_copied(backend: str):
     class Layer(torch.nn.Module):
-        def __init__() -> None:
+        def __init__(self) -> None:
             super().__init__()
             self.mix = torch.nn.Linear(4, 4)
 
-        def forward(tokens):
+        def forward(self, tokens):
             mixed = self.mix(tokens)
             return alibi_attention(mixed, mixed, mixed, alibi_slopes(3), causal=True, backend=backend)
 

@@ -70,7 +70,8 @@ def test_refusals_are_grouped_by_reason(results):
 def test_case_k2_the_early_token_effect_is_told_apart(results):
     told = early_token_effect(results)
     # In bits: -0.07 / ln 2 in all, of which -0.01 / ln 2 from looking farther back.
-    assert "Of its change of -0.101 from 16 bytes, -0.014 come from looking farther back" in told
+    assert "Looking farther back than in training thus changes the loss by -0.014" in told
+    assert "the other -0.087 of the change since 16 come without it" in told
     assert early_token_effect(replace(results, rows=results.rows[:3])) is None
 
 

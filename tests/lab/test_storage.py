@@ -65,7 +65,7 @@ def test_a_fingerprint_changes_with_every_fact_and_with_nothing_else(monkeypatch
     assert first == fingerprint(**dict(reversed(facts.items())))
     variants = [
         {**facts, "length": 9},
-        {**facts, "model": ModelConfig(layers=3)},
+        {**facts, "model": ModelConfig(layers=7)},
         {**facts, "text": ["cd", "ab"]},
         {**facts, "stride": None},
     ]

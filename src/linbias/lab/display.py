@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Progress on the terminal: bars with the time left, or a line now and then where there is no terminal."""
 
+import os
 import sys
 import time
 from typing import Any, Protocol, TextIO
 
 from .extras import need
 
-_BAR = "{desc:<24} {percentage:3.0f} % |{bar:30}| {elapsed} gone, {remaining} left  {postfix}"
+_BAR = "{desc:<24} {percentage:3.0f} % |{bar:30}| {elapsed} gone, {remaining} left{postfix}"
 _LINE_SECONDS = 15.0
 _FORECAST_FROM = 0.01
 
@@ -37,8 +38,8 @@ class Display(Protocol):
 
 
 def open_display(title: str, total_cost: float) -> Display:
-    """Return bars if standard error is a terminal, else lines."""
-    if sys.stderr.isatty():
+    """Return bars if standard error is a terminal of known width, else lines."""
+    if sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns:
         return Bars(title, total_cost)
     return Lines(title, total_cost, sys.stderr)
 

@@ -36,10 +36,10 @@ def _refusals(row: Row) -> list[tuple[str, list[Cell]]]:
 
 
 def early_token_effect(results: Results) -> str | None:
-    """Say how much of ALiBi's change with length is due to bytes beyond its training length; None if it was not tried.
+    """Say what ALiBi gains by looking farther back than in training; None if it was not tried.
 
     A longer window has fewer bytes near its start, where there is little context. ALiBi limited to the training length
-    has that advantage too, and no other.
+    has that advantage too.
     """
     full, limited = results.row("alibi"), results.row("alibi-window")
     longest = results.lengths[-1]
@@ -47,12 +47,13 @@ def early_token_effect(results: Results) -> str | None:
     window = limited and limited.cell(longest)
     if not whole or not window or whole.change is None or whole.bits is None or window.bits is None:
         return None
-    beyond = window.bits.mean - whole.bits.mean
+    farther = whole.bits.mean - window.bits.mean
+    rest = whole.change.mean - farther
     return (
-        f"ALiBi at {longest:,}, when each layer sees only the last {results.trained_length:,} bytes: "
-        f"{window.bits.mean:.3f} bits per byte, against {whole.bits.mean:.3f} with all of them. Of its change of "
-        f"{whole.change.mean:+z.3f} from {results.lengths[0]:,} bytes, {-beyond:+z.3f} come from looking farther back "
-        "than in training; the rest is that fewer bytes stand near the start of a window."
+        f"ALiBi at {longest:,}: {whole.bits.mean:.3f} bits per byte; {window.bits.mean:.3f} when each layer sees only "
+        f"the last {results.trained_length:,} bytes, as in training. Looking farther back than in training thus "
+        f"changes the loss by {farther:+z.3f}; the other {rest:+z.3f} of the change since {results.lengths[0]:,} come "
+        "without it, above all because fewer bytes of a longer window stand near its start."
     )
 
 

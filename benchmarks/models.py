@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole models, patched against unpatched, in one run: ``python benchmarks/models.py [--quick] [--families bloom ...]``.
+
+Models have 2 layers of width 1,024 with 16 heads, a vocabulary of 1,000 and random weights as transformers draws them.
+Every figure comes from a process of its own, so that its peak memory is its own too; a patched model must first agree
+with the unpatched one there. With one thread, time is the process's CPU time, so that other load counts less.
+
+- prefill: the base model over a text, no cache. "linear layers" is the time of its matrix products alone: no patch of
+  attention can be faster.
+- decode: tokens per second after a context that the patched model read, on transformers' DynamicCache and on ours.
+- training: one step of the language model, forward and backward.
+- streaming (--stream 50000): tokens per second and memory along one endless generation with a window and sinks.
+
+The unpatched models need memory for several n x n tensors; a figure that would not fit in what is free is left out.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import linbias
+from linbias.hf.cache import AlibiCache
+from linbias.hf.decoder import CACHE
+
+HEADS, WIDTH, LAYERS, VOCABULARY = 16, 1024, 2, 1000
+PATCHED, OURS = "patched", "patched, AlibiCache"
+UNPATCHED = {"bloom": ["eager"], "mpt": ["eager"], "falcon": ["sdpa", "eager"]}
+"""Falcon's eager path adds the bias twice, so its sdpa path is the one to compare with."""
+CHECKED_TOKENS = 96
+# Peak of the unpatched models over heads * tokens^2 * 4 bytes, measured at 2,048 tokens.
+QUADRATIC_TENSORS = {"prefill": 4.2, "train": 8.0, "decode": 0.0}
+
+
+# --- one figure, in a process of its own -----------------------------------------------------------------------------
+
+
+def build(family: str, kind: str, head: str, tokens: int) -> Any:
+    """A model of the family; `kind` is a row of the table."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    sizes = {
+        "bloom": {"hidden_size": WIDTH, "n_layer": LAYERS, "n_head": HEADS},
+        "mpt": {"d_model": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": tokens},
+        "falcon": {
+            "hidden_size": WIDTH,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "alibi": True,
+            "multi_query": False,
+            "parallel_attn": False,
+            "bias": True,
+        },
+    }[family]
+    name = {"bloom": "Bloom", "mpt": "Mpt", "falcon": "Falcon"}[family]
+    config = getattr(transformers, f"{name}Config")(vocab_size=VOCABULARY, **sizes)
+    if kind in ("sdpa", "eager") and family == "falcon":
+        config._attn_implementation = kind
+    return getattr(transformers, name + head)(config).eval()
+
+
+def check(model: Any, family: str) -> float:
+    """Patch the model, and return the largest difference that made to a short text: rounding, or an error here."""
+    ids = torch.randint(VOCABULARY, (1, CHECKED_TOKENS))
+
+    def unrounded(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+        """Falcon's bias before its product with positions is rounded to bfloat16, as the patch has it."""
+        slopes = linbias.alibi_slopes(heads).bfloat16().float()
+        return (slopes[:, None] * (mask.cumsum(-1) - 1)[:, None]).reshape(-1, 1, mask.shape[1]).to(dtype)
+
+    with torch.no_grad(), mock.patch("transformers.models.falcon.modeling_falcon.build_alibi_tensor", unrounded):
+        before = model(ids, use_cache=False)[0]
+        linbias.patch(model)
+        difference = float((model(ids, use_cache=False)[0] - before).abs().max() / before.abs().max())
+    if difference > 1e-4:
+        raise SystemExit(f"the patched {family} differs by {difference:.1e}: nothing to time")
+    return difference
+
+
+def seconds(function: Callable[[], object], rounds: int) -> float:
+    """The best of several runs."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    best = float("inf")
+    for _ in range(rounds):
+        start = clock()
+        function()
+        best = min(best, clock() - start)
+    return best
+
+
+def peak() -> float:
+    """GB this process has held at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def linear_layers(model: Any, tokens: int) -> float:
+    """Seconds of the model's matrix products alone, each on rows that are already there."""
+    total = 0.0
+    for part in model.modules():
+        if isinstance(part, torch.nn.Linear):
+            rows = torch.randn(tokens, part.in_features)
+            total += seconds(lambda part=part, rows=rows: torch.nn.functional.linear(rows, part.weight, part.bias), 2)
+    return total
+
+
+def prefill(family: str, kind: str, tokens: int) -> dict[str, float]:
+    model = build(family, kind, "Model", tokens)
+    found = {"difference": check(model, family)} if kind == PATCHED else {}
+    ids = torch.randint(VOCABULARY, (1, tokens))
+    with torch.no_grad():
+        model(ids[:, :64], use_cache=False)
+        found["seconds"] = seconds(lambda: model(ids, use_cache=False), 3 if tokens <= 2048 else 1)
+        found["gigabytes"] = peak()
+        if kind == PATCHED:
+            found["linear_seconds"] = linear_layers(model, tokens)
+    return found
+
+
+def decode(family: str, kind: str, tokens: int, steps: int = 32) -> dict[str, float]:
+    import transformers
+
+    model = build(family, kind, "ForCausalLM", tokens + 2 * steps)
+    found = {"difference": check(model, family)}
+    ids = torch.randint(VOCABULARY, (1, tokens))
+    cache = AlibiCache() if kind == OURS else transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        # Read by the patched model in any case: the unpatched one could not at every length.
+        for piece in ids.split(4096, 1):
+            model(piece, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+        if kind not in (PATCHED, OURS):
+            linbias.unpatch(model)
+
+        def run() -> None:
+            for _ in range(steps):
+                model(ids[:, :1], use_cache=True, **{CACHE: cache})
+
+        run()
+        found["tokens_per_second"] = steps / seconds(run, 1)
+    return found
+
+
+def train(family: str, kind: str, tokens: int) -> dict[str, float]:
+    model = build(family, kind, "ForCausalLM", tokens)
+    found = {"difference": check(model, family)} if kind == PATCHED else {}
+    model.train()
+    ids = torch.randint(VOCABULARY, (1, tokens))
+
+    def step() -> None:
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+
+    found["seconds"] = seconds(step, 2)
+    found["gigabytes"] = peak()
+    return found
+
+
+def stream(family: str, kind: str, tokens: int) -> dict[str, Any]:
+    """Through `generate`, ten pieces; memory is what is held after each, not the peak."""
+    model = build(family, kind, "ForCausalLM", 64)
+    linbias.patch(model)
+    cache = AlibiCache(window=(1023, 0), sinks=4)
+    ids = torch.randint(3, VOCABULARY, (1, 16))
+    speeds, held = [], []
+    for piece in range(10):
+        start, before = time.perf_counter(), ids.shape[1]
+        ids = model.generate(
+            ids,
+            **{CACHE: cache},
+            max_length=16 + tokens * (piece + 1) // 10,
+            do_sample=False,
+            suppress_tokens=[model.config.eos_token_id],
+            pad_token_id=0,
+        )
+        speeds.append((ids.shape[1] - before) / (time.perf_counter() - start))
+        with open("/proc/self/statm") as pages:
+            held.append(int(pages.read().split()[1]) * resource.getpagesize() / 1e9)
+    return {"tokens": ids.shape[1], "tokens_per_second": speeds, "gigabytes": held}
+
+
+WORK: dict[str, Callable[..., dict[str, Any]]] = {
+    "prefill": prefill,
+    "decode": decode,
+    "train": train,
+    "stream": stream,
+}
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+
+def figure(work: str, family: str, kind: str, tokens: int, threads: int) -> dict[str, Any]:
+    """One figure from a fresh process; where it failed, the last line it said."""
+    needed = QUADRATIC_TENSORS.get(work, 0.0) * HEADS * tokens**2 * 4 * (kind not in (PATCHED, OURS))
+    if needed > 0.8 * free_bytes():
+        return {"not_run": f"needs about {needed / 1e9:.0f} GB, {free_bytes() / 1e9:.0f} GB are free"}
+    command = [sys.executable, __file__, "--worker", work, family, kind, str(tokens), str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"not_run": (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def free_bytes() -> int:
+    """What a new process could take."""
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def rows_of(work: str, family: str) -> list[str]:
+    ours = {"decode": [PATCHED, OURS], "stream": [OURS]}.get(work, [PATCHED])
+    return ours if work == "stream" else [*ours, *UNPATCHED[family]]
+
+
+def plan(options: argparse.Namespace) -> list[tuple[str, list[int]]]:
+    return [
+        ("prefill", options.lengths),
+        ("decode", options.contexts),
+        ("train", options.train),
+        ("stream", options.stream),
+    ]
+
+
+def show(work: str, family: str, kind: str, tokens: int, found: dict[str, Any]) -> None:
+    cells = [f"{work:8}{family:8}{kind:22}{tokens:>7}"]
+    if "not_run" in found:
+        cells.append(f"not run: {found['not_run']}")
+    for name, unit in (("seconds", "s"), ("gigabytes", "GB"), ("tokens_per_second", "tokens/s")):
+        values = found.get(name, [])
+        values = values if isinstance(values, list) else [values]
+        cells += [" ".join(f"{value:8.2f}" for value in values) + f" {unit}"] if values else []
+    if "linear_seconds" in found:
+        cells.append(f"(linear layers {found['linear_seconds']:.2f} s)")
+    print("  ".join(cells), flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="short texts only")
+    parser.add_argument("--families", nargs="+", default=list(UNPATCHED), choices=list(UNPATCHED))
+    parser.add_argument("--lengths", type=int, nargs="*", help="prefill; default 1024 4096 8192 16384")
+    parser.add_argument("--contexts", type=int, nargs="*", help="decode; default 1024 8192 32768")
+    parser.add_argument("--train", type=int, nargs="*", help="training step; default 2048")
+    parser.add_argument(
+        "--stream", type=int, nargs="*", default=[], help="endless generation, e.g. 50000; default none"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/models.json"))
+    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    defaults = {"lengths": [1024, 4096, 8192, 16384], "contexts": [1024, 8192, 32768], "train": [2048]}
+    quick = {"lengths": [512, 1024], "contexts": [1024], "train": [512]}
+    for name, value in (quick if options.quick else defaults).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
+
+
+def main() -> None:
+    options = parse()
+    if options.worker:
+        work, family, kind, tokens, threads = options.worker
+        torch.set_num_threads(int(threads))
+        print(json.dumps(WORK[work](family, kind, int(tokens))))
+        return
+    import transformers
+
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "linbias": linbias.__version__}
+    report: dict[str, Any] = {**versions, "threads": options.threads, "figures": []}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    for work, sizes in plan(options):
+        for family in options.families:
+            for tokens in sizes:
+                for kind in rows_of(work, family):
+                    found = figure(work, family, kind, tokens, options.threads)
+                    names = {"work": work, "family": family, "kind": kind, "tokens": tokens}
+                    report["figures"].append({**names, **found})
+                    options.output.write_text(json.dumps(report, indent=2) + "\n")
+                    show(work, family, kind, tokens, found)
+
+
+if __name__ == "__main__":
+    main()
