@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole models, patched against unpatched, in one run: ``python benchmarks/models.py [--quick] [--families bloom ...]``.
+"""Whole models, patched against unpatched, in one run: ``python benchmarks/models.py [--quick] ...``.
 
 Models have 2 layers of width 1,024 with 16 heads, a vocabulary of 1,000 and random weights as transformers draws them.
 Every figure comes from a process of its own, so that its peak memory is its own too; a patched model must first agree
