@@ -31,6 +31,15 @@ def test_a_refusal_is_a_cell_too():
     assert (cells[1].bits, cells[1].perplexity, cells[1].change) == (None, None, None)
 
 
+def test_each_place_is_taken_from_the_shortest_windows_that_have_it(results):
+    curve = results.row("rope").by_place()
+    assert [bin["first"] for bin in curve] == [0, 1, 2, 3, 4, 6, 8, 12, 16, 23, 32, 46]
+    assert [bin["bytes"] for bin in curve[:3]] == [16, 16, 16]
+    assert curve[-1]["bytes"] == 4 * 18
+    (limited,) = results.row("alibi-window").cells
+    assert results.row("alibi-window").by_place() == list(limited.by_context)
+
+
 def test_results_are_json_without_nan(results):
     text = json.dumps(results.as_dict(), allow_nan=False)
     plain = json.loads(text)

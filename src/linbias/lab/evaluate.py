@@ -9,6 +9,7 @@ context T - 1, the sliding evaluation of the ALiBi paper.
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -169,15 +170,18 @@ def check_scheme(trained: Trained, scheme: AnyScheme) -> None:
 
 
 def position_curve(nats: Tensor, context: Tensor, per_octave: int = 2) -> list[dict[str, Any]]:
-    """Return mean bits per byte by context, in bins whose width grows with it: keys first, last, bits, bytes."""
-    octaves = torch.log2(context.double() + 1) * per_octave
-    bins = octaves.floor().long()
-    bits = torch.bincount(bins, weights=nats.double()) / math.log(2)
-    counts = torch.bincount(bins)
-    edges = [math.ceil(2 ** (index / per_octave)) - 1 for index in range(len(counts) + 1)]
+    """Return mean bits per byte by context, in bins whose width grows with it: keys first, last, bits, bytes.
+
+    Bins start at 0, 1, 2 and every power of 2, and between two of these as often as `per_octave` says.
+    """
     last = int(context.max())
+    steps = range(per_octave * last.bit_length() + 1)
+    edges = sorted({0, *(math.ceil(2 ** (step / per_octave)) for step in steps)})
+    bins = torch.bucketize(context, torch.tensor(edges), right=True) - 1
+    bits = torch.bincount(bins, weights=nats.double(), minlength=len(edges)) / math.log(2)
+    counts = torch.bincount(bins, minlength=len(edges)).tolist()
     return [
-        {"first": edges[i], "last": min(edges[i + 1] - 1, last), "bits": bits[i].item() / count, "bytes": count}
-        for i, count in enumerate(counts.tolist())
-        if count
+        {"first": first, "last": min(after - 1, last), "bits": bits[i].item() / counts[i], "bytes": counts[i]}
+        for i, (first, after) in enumerate(pairwise([*edges, last + 1]))
+        if counts[i]
     ]

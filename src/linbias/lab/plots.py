@@ -62,7 +62,7 @@ def draw_comparison(results: Results) -> bytes:
     for row in results.table_rows():
         _draw_by_length(by_length, row)
     for row in results.rows:
-        _draw_by_place(by_place, row, results.lengths[-1])
+        _draw_by_place(by_place, row)
     _title(by_length, "Loss by length of the test window", "window, bytes", "bits per byte")
     _length_axis(by_length, results.lengths, results.trained_length)
     _title(
@@ -96,17 +96,12 @@ def _draw_by_length(ax: Any, row: Row) -> None:
     ax.errorbar(x, y, yerr=(below, above), color=colour, marker=marker, markersize=5, linewidth=2, capsize=3, zorder=3)
 
 
-def _draw_by_place(ax: Any, row: Row, longest: int) -> None:
-    cell = row.cell(longest) or row.cells[0]
-    runs = [one for one in row.cells if one.bits is not None]
-    if not runs:
-        return
-    cell = runs[-1]
+def _draw_by_place(ax: Any, row: Row) -> None:
+    curve = row.by_place()
     colour, _ = _LOOKS[row.scheme]
-    x = [((bin["first"] + 1) * (bin["last"] + 1)) ** 0.5 for bin in cell.by_context]
-    y = [bin["bits"] for bin in cell.by_context]
+    x = [((bin["first"] + 1) * (bin["last"] + 1)) ** 0.5 for bin in curve]
     dashed = (0, (2, 1.5)) if row.scheme == "alibi-window" else "solid"
-    ax.plot(x, y, color=colour, linewidth=2, linestyle=dashed, label=row.label, zorder=3)
+    ax.plot(x, [bin["bits"] for bin in curve], color=colour, linewidth=2, linestyle=dashed, label=row.label, zorder=3)
 
 
 def draw_heads(command: InspectCommand, facts: list[HeadFacts]) -> bytes:

@@ -56,6 +56,17 @@ class Row:
         """What tables call the scheme."""
         return SCHEMES[self.scheme].label
 
+    def by_place(self) -> list[dict[str, Any]]:
+        """Return bits per byte by context, each place from the shortest windows that have it.
+
+        A text holds many more short windows than long ones, so that figures near the start of a window are less noisy.
+        """
+        curve: list[dict[str, Any]] = []
+        for cell in self.cells:
+            covered = curve[-1]["last"] if curve else -1
+            curve += [bin for bin in cell.by_context if bin["first"] > covered]
+        return curve
+
     def cell(self, length: int) -> Cell | None:
         """Return the cell at `length`, None if the scheme was not tried there."""
         return next((cell for cell in self.cells if cell.length == length), None)

@@ -120,7 +120,7 @@ class Trainer:
         self._text = run.corpus.train.tensor(run.device)
         self._model = build_decoder(run.model, run.scheme, length, run.train.seed).to(run.device)
         self._optimizer = _adamw(self._model, run.train)
-        self._held_out = _first_passages(run.corpus.validation, length, run.device)
+        self._held_out = _spread_passages(run.corpus.validation, length, run.device)
 
     def update(self) -> float:
         """Follow the gradient of one batch, and return the batch's loss in bits per byte."""
@@ -213,9 +213,11 @@ def passages(text: Tensor, config: TrainConfig, step: int) -> Tensor:
     return text[places.to(text.device)].long()
 
 
-def _first_passages(text: Text, length: int, device: str) -> Tensor:
+def _spread_passages(text: Text, length: int, device: str) -> Tensor:
+    """Passages at even distances over the text, (passages, length + 1) int64: its start may be unlike the rest."""
     count = min(_VALIDATION_PASSAGES, (len(text.content) - 1) // length)
-    return text.tensor(device)[: count * length + 1].long().unfold(0, length + 1, length)
+    starts = torch.linspace(0, len(text.content) - length - 1, count, dtype=torch.float64).long()
+    return text.tensor(device)[(starts[:, None] + torch.arange(length + 1)).to(device)].long()
 
 
 def _adamw(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:

@@ -49,7 +49,7 @@ def largest_error(actual: Tensor, exact: Tensor) -> float:
     if actual.numel() == 0:
         return 0.0
     same = actual.double() == exact.double()  # two infinities differ by NaN
-    return float(torch.where(same, 0.0, (actual.double() - exact.double()).abs()).max())
+    return float(torch.where(same, 0.0, (actual.double() - exact.double()).abs()).max().detach())
 
 
 def assert_within_budget(
