@@ -49,6 +49,13 @@ def test_tensors_come_back_with_what_was_said_of_them(tmp_path):
     assert about == {"step": 3, "curve": [[1, 2.5]]}
 
 
+def test_files_have_the_rights_of_any_new_file(tmp_path):
+    save_tensors(tmp_path / "x.safetensors", {"a": torch.zeros(1)}, {})
+    write_text(tmp_path / "y.txt", "text")
+    (tmp_path / "z.txt").write_text("text")
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
+
+
 def test_files_of_others_and_damaged_files_are_refused_by_name(tmp_path):
     missing, foreign, damaged = (tmp_path / name for name in ("missing", "foreign", "damaged"))
     save_file({"a": torch.zeros(2)}, foreign)

@@ -53,7 +53,7 @@ class TrainConfig:
 
     length: int = 128
     """Bytes in a training passage: the L that test lengths are multiples of."""
-    steps: int = 600
+    steps: int = 500
     """Updates of the weights."""
     passages: int = 8
     """Passages in one update."""

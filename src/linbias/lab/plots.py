@@ -15,7 +15,6 @@ from .results import Results, Row
 # Okabe and Ito's palette, which colour-blind readers can tell apart, and a shape for each, for print.
 _LOOKS = {
     "alibi": ("#0072B2", "o"),
-    "alibi-window": ("#56B4E9", "."),
     "rope": ("#D55E00", "s"),
     "sinusoidal": ("#CC79A7", "D"),
     "learned": ("#009E73", "^"),
@@ -61,13 +60,10 @@ def draw_comparison(results: Results) -> bytes:
     figure, (by_length, by_place) = _figure(12.0, 4.6, 2)
     for row in results.table_rows():
         _draw_by_length(by_length, row)
-    for row in results.rows:
         _draw_by_place(by_place, row)
     _title(by_length, "Loss by length of the test window", "window, bytes", "bits per byte")
     _length_axis(by_length, results.lengths, results.trained_length)
-    _title(
-        by_place, f"Loss by place in a window of {results.lengths[-1]:,}", "bytes before the current one, plus 1", ""
-    )
+    _title(by_place, "Loss by place in the window", "place, counted from 1", "")
     _length_axis(by_place, _octaves(results.lengths[-1]), results.trained_length)
     for ax in (by_length, by_place):
         low, high = ax.get_ylim()
@@ -100,8 +96,7 @@ def _draw_by_place(ax: Any, row: Row) -> None:
     curve = row.by_place()
     colour, _ = _LOOKS[row.scheme]
     x = [((bin["first"] + 1) * (bin["last"] + 1)) ** 0.5 for bin in curve]
-    dashed = (0, (2, 1.5)) if row.scheme == "alibi-window" else "solid"
-    ax.plot(x, [bin["bits"] for bin in curve], color=colour, linewidth=2, linestyle=dashed, label=row.label, zorder=3)
+    ax.plot(x, [bin["bits"] for bin in curve], color=colour, linewidth=2, label=row.label, zorder=3)
 
 
 def draw_heads(command: InspectCommand, facts: list[HeadFacts]) -> bytes:

@@ -60,11 +60,13 @@ def _flush_to_disk(path: Path) -> None:
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
     """Write tensors and `about` (as JSON) to a safetensors file, atomically."""
-    save_file = need("safetensors.torch").save_file
+    save = need("safetensors.torch").save
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # transformers refuses a safetensors file that does not say "format": "pt".
     header = {"format": "pt", "linbias": json.dumps(about)}
-    write_atomically(path, lambda temporary: save_file(plain, temporary, metadata=header))
+    # Written by us, because safetensors' own writer gives files that nobody else may read.
+    content = save(plain, metadata=header)
+    write_atomically(path, lambda temporary: temporary.write_bytes(content))
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
