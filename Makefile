@@ -25,8 +25,7 @@ test-all: .venv/.ready
 	$(PYTEST)
 
 bench: .venv/.ready
-	$(BIN)/python -m benchmarks.attention
-	$(BIN)/python -m benchmarks.figures
+	$(BIN)/linbias bench
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

@@ -10,65 +10,30 @@ small decoder that the lab trains here for ``--steps`` updates, on text it has n
 """
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from linbias import alibi_slopes
 from linbias.backends import reference
 from linbias.backends._tiled_call import Call
 from linbias.backends.tiled import Plan
+from linbias.lab.bench.inputs import SINK, Content, normal, trained
+from linbias.lab.config import ModelConfig
 from linbias.prepare import Request, prepare
 from linbias.problem import Operands, Problem
 
 TILE = 64
-Content = tuple[Tensor, Tensor, Tensor]
-
-
-def normal(length: int, sink: float = 1.0) -> Content:
-    torch.manual_seed(length)
-    query, key = torch.randn(1, 12, length, 64), torch.randn(1, 12, length, 64)
-    key[:, :, 0] *= sink
-    return query, key, alibi_slopes(12)
-
-
-def trained(steps: int, length: int) -> Iterator[Content]:
-    """Query, key and slopes of each layer of a decoder trained for `steps` updates."""
-    from linbias.lab import positions
-    from linbias.lab.config import ModelConfig, TrainConfig
-    from linbias.lab.data import load_corpus
-    from linbias.lab.train import Run, Trainer
-
-    corpus = load_corpus()
-    run = Run(scheme="alibi", model=ModelConfig(layers=3), train=TrainConfig(steps=steps), corpus=corpus, device="cpu")
-    trainer, seen = Trainer(run), []
-    for _ in range(steps):
-        trainer.update()
-    attend = positions.Alibi.attend
-
-    def record(self: positions.Alibi, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        seen.append((query, key, alibi_slopes(query.shape[1])))
-        return attend(self, query, key, value)
-
-    positions.Alibi.attend = record
-    try:
-        with torch.no_grad():
-            trainer._model(corpus.test.tensor()[None, :length].long())
-    finally:
-        positions.Alibi.attend = attend
-    yield from seen
 
 
 def shares(content: Content) -> tuple[float, float, float]:
     """Visited by ours, by a ledger of true weights, and fewest possible, as shares of the visible tiles."""
-    query, key, slopes = content
-    problem, operands = prepare(query, key, key, slopes, Request(causal=True))
+    query, key, value, slopes = content.query, content.key, content.value, content.slopes
+    problem, operands = prepare(query, key, value, slopes, Request(causal=True))
     ours = Plan.of_forward(Call.of(problem, operands)).visits.table.sum()
     blocks = -(-problem.keys // TILE)
     exact_ledger = fewest = visible = 0
-    wide = prepare(query.double(), key.double(), key.double(), slopes.double(), Request(causal=True))
+    wide = prepare(query.double(), key.double(), value.double(), slopes.double(), Request(causal=True))
     for head in range(problem.heads):
         weights = _of_head(wide, head)
         for first in range(0, problem.queries, TILE):
@@ -110,13 +75,15 @@ def main() -> None:
     print("share of the visible 64 x 64 tiles that are visited")
     print(f"{'inputs':34}{'ours':>8}{'exact ledger':>14}{'fewest':>8}{'ours / fewest':>15}")
     for length in options.lengths:
-        inputs = {f"normal, {length}": normal(length), f"with a sink, {length}": normal(length, 30.0)}
+        inputs = [normal(length), normal(length, sink=SINK)]
         if options.steps and length == options.lengths[-1]:
-            layers = enumerate(trained(options.steps, length))
-            inputs |= {f"trained, {length}, layer {layer}": content for layer, content in layers}
-        for name, content in inputs.items():
+            inputs += trained(ModelConfig(layers=3), options.steps, length)
+        for content in inputs:
             ours, exact, fewest = shares(content)
-            print(f"{name:34}{ours:8.3f}{exact:14.3f}{fewest:8.3f}{ours / fewest:15.2f}", flush=True)
+            print(
+                f"{f'{content.name}, {length}':34}{ours:8.3f}{exact:14.3f}{fewest:8.3f}{ours / fewest:15.2f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

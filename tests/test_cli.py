@@ -33,7 +33,7 @@ def help_of(capsys, *arguments):
 
 def test_help_says_where_to_start(capsys):
     text = help_of(capsys)
-    for command in ("compare", "train", "evaluate", "inspect", "doctor"):
+    for command in ("compare", "train", "evaluate", "inspect", "doctor", "bench"):
         assert f"• {command} " in text
     assert "linbias compare train five small models on Jane Austen" in text
 
@@ -49,6 +49,7 @@ def test_help_says_where_to_start(capsys):
         ("evaluate", ["--checkpoint", "--scheme", "--split", "--json", "--test-bytes", "--stride"]),
         ("inspect", ["--heads", "--rule", "--max-bias", "--dtype", "--content", "--tolerance", "--plot"]),
         ("doctor", ["--json"]),
+        ("bench", ["--quick", "--lengths", "--parts", "--backends", "--threads", "--out"]),
     ],
 )
 def test_every_flag_is_explained(capsys, command, flags):
@@ -61,7 +62,7 @@ def test_wrong_usage_exits_with_2_and_names_the_commands(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["trian"])
     assert ended.value.code == 2
-    assert "compare, train, evaluate, inspect, doctor" in " ".join(capsys.readouterr().err.split())
+    assert "compare, train, evaluate, inspect, doctor, bench" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_trained_checkpoint_can_be_evaluated(checkpoint, text_file, tmp_path, capsys):

@@ -7,9 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Union
 
+from .errors import BackendUnavailable
 from .lab import doctor
+from .lab.bench import Unfit, bench, describe
+from .lab.bench import write_report as write_bench
 from .lab.compare import compare
 from .lab.config import (
+    BenchCommand,
     CompareCommand,
     ConfigError,
     DoctorCommand,
@@ -28,12 +32,24 @@ from .lab.single import describe_evaluation, describe_training, evaluate_checkpo
 from .lab.storage import CheckpointError, write_atomically, write_text
 
 _INTERRUPTED = 130
+_ERRORS = (
+    BackendUnavailable,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MissingExtra,
+    OSError,
+    Unfit,
+    WorkerDied,
+)
+"""What a command may end in that is no fault of the program: told in a line, without a trace."""
 _DESCRIPTION = """Attention with linear biases (ALiBi): a workbench for the library.
 
 Start with:
   linbias compare    train five small models on Jane Austen, test them on texts 16 times longer (some minutes)
   linbias inspect    see how far each head of a model reaches
   linbias doctor     see which backends can run on this machine, or why not
+  linbias bench      time attention on this machine, beside its peers
 """
 
 
@@ -49,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("linbias: interrupted", file=sys.stderr)
         return _INTERRUPTED
-    except (CheckpointError, ConfigError, DataError, MissingExtra, WorkerDied, OSError) as error:
+    except _ERRORS as error:
         print(f"linbias: error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -104,6 +120,14 @@ def _doctor(command: DoctorCommand) -> None:
     print(json.dumps(found, indent=1) if command.json else doctor.describe(found))
 
 
+def _bench(command: BenchCommand) -> None:
+    for package in ("matplotlib", "tqdm"):
+        need(package)
+    record = bench(command)
+    print(describe(record))
+    _written(write_bench(record, command.out))
+
+
 def _written(files: list[Path]) -> None:
     print("\nwritten: " + ", ".join(map(str, files)))
 
@@ -114,6 +138,7 @@ _COMMANDS = {
     "evaluate": EvaluateCommand,
     "inspect": InspectCommand,
     "doctor": DoctorCommand,
+    "bench": BenchCommand,
 }
 _RUN: dict[type, Callable[[Any], None]] = {
     CompareCommand: _compare,
@@ -121,6 +146,7 @@ _RUN: dict[type, Callable[[Any], None]] = {
     EvaluateCommand: _evaluate,
     InspectCommand: _inspect,
     DoctorCommand: _doctor,
+    BenchCommand: _bench,
 }
 
 if __name__ == "__main__":

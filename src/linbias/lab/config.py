@@ -11,8 +11,10 @@ VOCABULARY = 256
 TrainedScheme = Literal["alibi", "sinusoidal", "learned", "rope", "none"]
 AnyScheme = Literal["alibi", "sinusoidal", "learned", "rope", "none", "alibi-window"]
 Split = Literal["train", "validation", "test"]
+BenchPart = Literal["forward", "training", "inputs", "figures", "memory"]
 DtypeName = Literal["float16", "bfloat16", "float32", "float64"]
 
+ALL_PARTS: tuple[BenchPart, ...] = ("forward", "training", "inputs", "figures", "memory")
 ALL_SCHEMES: tuple[TrainedScheme, ...] = ("alibi", "sinusoidal", "learned", "rope", "none")
 
 
@@ -226,3 +228,34 @@ class DoctorCommand:
 
     json: bool = False
     """Print JSON instead of text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchCommand:
+    """Time attention beside its peers: torch's with no bias, with a dense mask, FlexAttention, the formula.
+
+    Prints every ratio with the goal it has, and writes results.json and plot.png: time per token against length. What
+    gives wrong results is not timed. Interrupt it whenever you like (Ctrl-C): the same command goes on where it
+    stopped. A run that was finished is measured anew.
+    """
+
+    quick: bool = False
+    """Two short lengths and few repetitions; the figures and the memory stay as they are."""
+    lengths: tuple[int, ...] | None = None
+    """Tokens; 512 to 131,072 if not given. Each implementation leaves out what would take it minutes."""
+    parts: tuple[BenchPart, ...] = ALL_PARTS
+    """forward and training: against peers by length. inputs: with an attention sink, and in a model trained here.
+    figures: rates, decode, half types, threads, small calls. memory: peaks in processes of their own."""
+    backends: tuple[Literal["native", "tiled", "reference"], ...] | None = None
+    """Which of linbias's backends to time; native and tiled, where they can run, if not given."""
+    threads: int = 1
+    """Of torch. 1: CPU time on one core. More: time on the wall, which needs an idle machine."""
+    out: Path = Path("linbias-bench")
+    """Folder for the results."""
+
+    def __post_init__(self) -> None:
+        at_least(1, threads=self.threads)
+        if self.lengths is not None and (not self.lengths or min(self.lengths) < 1):
+            raise ConfigError(f"lengths must be one or more whole numbers of at least 1, got {self.lengths}")
+        if not self.parts:
+            raise ConfigError(f"parts must name at least one of {', '.join(ALL_PARTS)}")

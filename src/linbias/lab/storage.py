@@ -26,6 +26,8 @@ _PRESENTATION = {
     "lab/runner.py",
 }
 """Source files, relative to the package, that decide how results look and not what they are."""
+_BENCH = "lab/bench/"
+"""Sources that measure time and no model's results."""
 
 
 class CheckpointError(ValueError):
@@ -111,6 +113,6 @@ def _code_digest() -> str:
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*")):
         name = path.relative_to(package).as_posix()
-        if path.suffix in {".py", ".so", ".pyd", ".dylib"} and name not in _PRESENTATION:
+        if path.suffix in {".py", ".so", ".pyd", ".dylib"} and name not in _PRESENTATION and _BENCH not in name:
             digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()

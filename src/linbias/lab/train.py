@@ -122,6 +122,11 @@ class Trainer:
         self._optimizer = _adamw(self._model, run.train)
         self._held_out = _spread_passages(run.corpus.validation, length, run.device)
 
+    @property
+    def decoder(self) -> Decoder:
+        """The model, as far as it is trained."""
+        return self._model
+
     def update(self) -> float:
         """Follow the gradient of one batch, and return the batch's loss in bits per byte."""
         began = time.perf_counter()
