@@ -188,6 +188,47 @@ class TestSurvival:
             assert torch.equal(model(ids).logits, plain)
 
 
+class TestAccelerate:
+    """What people load and train these models with."""
+
+    @every_family
+    def test_weights_that_are_elsewhere(self, kind: str):
+        """Offloaded: on the meta device between calls, and brought in by hooks for each one."""
+        accelerate = pytest.importorskip("accelerate", reason="accelerate is missing: pip install accelerate")
+        model, ids = make(kind, layers=2), tokens(2, 9)
+        with torch.no_grad():
+            with linbias.patch(model):
+                expected = model(ids).logits
+            accelerate.cpu_offload(model, execution_device="cpu")
+            assert all(parameter.is_meta for parameter in base(model).parameters())
+            linbias.patch(base(model))
+            assert torch.equal(model(ids).logits, expected)
+
+    @every_family
+    def test_training(self, kind: str):
+        """The same steps as in a loop of one's own."""
+        accelerate = pytest.importorskip("accelerate", reason="accelerate is missing: pip install accelerate")
+        model, ids = make(kind, layers=1), tokens(2, 9)
+        linbias.patch(model)
+        twin = copy.deepcopy(model)
+
+        def steps(model: Any, optimizer: Any, backward: Any) -> list[float]:
+            losses = []
+            for _ in range(3):
+                loss = model(ids, labels=ids).loss
+                backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            return losses
+
+        expected = steps(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda loss: loss.backward())
+        accelerator = accelerate.Accelerator(cpu=True)
+        prepared = accelerator.prepare(twin, torch.optim.SGD(twin.parameters(), lr=0.1))
+        assert steps(*prepared, accelerator.backward) == expected
+        assert expected[2] < expected[0]
+
+
 class TestRefusals:
     @pytest.mark.parametrize("model", [nn.Linear(2, 3), nn.TransformerEncoderLayer(8, 2)], ids=["linear", "encoder"])
     def test_nothing_to_patch(self, model: nn.Module):
