@@ -105,12 +105,12 @@ def exactly(model: Any) -> Iterator[Any]:
         steep = linbias.alibi_slopes(heads, max_bias=copied.config.attn_config.alibi_bias_max)
         return steep.double()[:, None, None] * torch.arange(1 - length, 1)
 
-    softmax = torch.nn.functional.softmax
+    softmax, to_float32 = torch.nn.functional.softmax, Tensor.float
     vars(base(copied)).update(build_alibi_tensor=_counted(linbias.alibi_slopes), build_mpt_alibi_tensor=placed)
     # BLOOM and MPT go through float32 in their softmax, whatever the model's type.
     with (
         mock.patch("torch.nn.functional.softmax", lambda x, dim, dtype=None: softmax(x, dim)),
-        mock.patch.object(Tensor, "float", lambda x: x),
+        mock.patch.object(Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_float32(x)),
         unrounded(copied),
     ):
         yield copied

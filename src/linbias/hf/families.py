@@ -6,9 +6,11 @@ subclass and unpatching sets it back, so weights, names and state_dict are never
 patched model stay patched: classes are found again by import.
 """
 
+import ast
 import hashlib
 import importlib
 import inspect
+import linecache
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,11 +86,33 @@ def fingerprint(sources: Iterable[Any]) -> str:
     >>> fingerprint([fingerprint]) == fingerprint([fingerprint])
     True
     """
+    files: dict[str, dict[str, str]] = {}
     try:
-        text = "\n".join(inspect.getsource(source) for source in sources)
+        text = "\n".join(_source(source, files) for source in sources)
     except OSError:
         return "unreadable"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _source(source: Any, files: dict[str, dict[str, str]]) -> str:
+    """`inspect.getsource`, which would parse a class's whole file again for every class."""
+    file = inspect.getsourcefile(inspect.unwrap(source)) or ""
+    if file not in files:
+        files[file] = _definitions(file)
+    if source.__name__ in files[file] and source.__qualname__ == source.__name__:
+        return files[file][source.__name__]
+    return inspect.getsource(source)
+
+
+def _definitions(file: str) -> dict[str, str]:
+    """The text of the classes and functions that a file defines at its top level."""
+    lines = linecache.getlines(file)
+    found: dict[str, str] = {}
+    for node in ast.parse("".join(lines)).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            first = min(part.lineno for part in (node, *node.decorator_list))
+            found[node.name] = "".join(lines[first - 1 : node.end_lineno])
+    return found
 
 
 def _replaced(source: Any) -> list[str]:
