@@ -33,6 +33,7 @@ from tests.hf.tiny import (
     unrounded,
 )
 
+slow = pytest.mark.slow
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 MASKS = {
     "none": torch.ones(3, 17, dtype=torch.int64),
@@ -61,7 +62,7 @@ def assert_same(actual: dict[str, Tensor], exact: dict[str, Tensor], plain: dict
 
 
 @every_dtype
-@pytest.mark.parametrize("heads", [4, 6, 12])
+@pytest.mark.parametrize("heads", [pytest.param(4, marks=slow), 6, pytest.param(12, marks=slow)])
 @every_kind
 def test_hidden_states_logits_losses_and_gradients(kind: str, heads: int, dtype: torch.dtype):
     model = make(kind, heads=heads).to(dtype)
