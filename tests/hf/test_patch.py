@@ -6,6 +6,7 @@ import io
 import pickle
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import linbias
-from linbias.hf import families
+from linbias.hf import decoder, families
 from tests.hf.tiny import HEADS, base, every_family, every_kind, make, tokens, transformers
 
 
@@ -338,6 +339,13 @@ class TestVersions:
         with mock.patch.object(attention, "forward", lambda *args, **kwargs: None):
             with pytest.raises(NotImplementedError, match="another patch has replaced BloomAttention.forward"):
                 linbias.patch(model)
+
+    def test_the_extra_allows_what_the_patch_allows(self):
+        oldest, newest = decoder.TESTED_VERSIONS
+        (transformers_range,) = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+            "optional-dependencies"
+        ]["hf"]
+        assert transformers_range == f"transformers>={oldest},<={newest}"
 
     @every_family
     def test_the_installed_one_is_known(self, kind: str):
