@@ -84,7 +84,7 @@ struct ForwardResult {
   void* out = nullptr;          // (B, H, T, V), dtype
   void* lse = nullptr;          // (B, H, T), accumulating dtype
   void* skipped = nullptr;      // (B, H, T), accumulating dtype
-  int64_t* computed = nullptr;  // (B, H), zeroed by the caller
+  int64_t* computed = nullptr;  // (B, H)
 };
 
 // What backward reads beside the call, and what it writes; a null gradient was not asked for. Contiguous results.

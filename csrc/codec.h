@@ -35,7 +35,7 @@ struct Codec {
   C (*norm_bound)(const void* in, int64_t step, int64_t n);
   // The largest of the bounds of rows [first, last), without those that `mask` (null: none) has 0 for.
   C (*largest_norm)(const Rows& in, int64_t first, int64_t last, int64_t n, const uint8_t* mask, int64_t mask_step);
-  // Rows [first, first + count) as panels: out[panel][d][lane]; rows beyond `count` are 0.
+  // Rows [first, first + count) as panels: out[panel][d][lane]; the last of them is padded with 0.
   void (*pack_panels)(const Rows& in, int64_t first, int count, int64_t n, C* out);
   // Rows [first, first + count), `width` apart and padded with 0 to it.
   void (*pack_rows)(const Rows& in, int64_t first, int count, int64_t n, int64_t width, C* out);

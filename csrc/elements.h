@@ -112,8 +112,9 @@ LINBIAS_INLINE void store_narrowed(C* p, Vec<C> x) {
 template <class C>
 LINBIAS_INLINE void store_narrowed(Bf16* p, Vec<float> x) {
   typedef uint16_t U16 __attribute__((vector_size(LINBIAS_VECTOR_BYTES / 2)));
-  const Mask<float> bits = (Mask<float>)x, high = bits >> 16, number = x == x;
-  const Mask<float> rounded = (bits + 0x7fff + (high & 1)) >> 16;
+  typedef uint32_t U32 __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
+  const U32 bits = (U32)x, high = bits >> 16, number = (U32)(x == x);
+  const U32 rounded = (bits + 0x7fff + (high & 1)) >> 16;
   const U16 half = __builtin_convertvector((number & rounded) | (~number & (high | 0x40)), U16);
   std::memcpy(p, &half, sizeof half);
 }

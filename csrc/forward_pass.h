@@ -46,9 +46,11 @@ inline void run_tiles(const Shared<C>& shared, Objects<ForwardWorker<C>>& worker
   const Call& call = shared.call;
   const int64_t per = shared.tiling.tiles_per_unit;
   Buffer<int64_t> order;
-  order_heads<C>(call, order);
+  const bool ordered = workers.size() > 1;
+  if (ordered) order_heads<C>(call, order);
   parallel(int(workers.size()), shared.units(), [&](int64_t task, int worker) {
-    workers[worker].run(order[task / per] * per + per - 1 - task % per);
+    const int64_t head = ordered ? order[task / per] : task / per;
+    workers[worker].run(head * per + per - 1 - task % per);
   });
 }
 
@@ -75,6 +77,7 @@ inline void run_parts(const Shared<C>& shared, Objects<ForwardWorker<C>>& worker
 
 template <class C>
 void forward_pass(const Call& call, const Codec<C>& codec, const ForwardResult& result) {
+  for (int64_t i = 0; i < call.B * call.H; ++i) result.computed[i] = 0;
   if (call.B * call.H * call.T == 0) return;
   if (call.S == 0) return no_keys(call, codec, result);
   Shared<C> shared(call, codec);

@@ -42,17 +42,13 @@ LINBIAS_INLINE void transpose_block(const Rows& in, int64_t first, int64_t d, C*
   for (int i = 0; i < L; ++i) store<C>(out + i * kPanel<C>, a[i]);
 }
 
-// Rows [first, first + count) as panels: out[panel][d][lane]; rows beyond `count` are 0.
+// Rows [first, first + count) as panels: out[panel][d][lane]; the last of them is padded with 0.
 template <class X, class C>
 inline void pack_panels(const Rows& in, int64_t first, int count, int64_t D, C* out) {
   constexpr int L = kLanes<C>, W = kPanel<C>;
-  for (int p = 0; p < kTile / W; ++p, out += D * W) {
-    int inside = lesser(W, greater(0, count - p * W));
+  for (int p = 0; p * W < count; ++p, out += D * W) {
+    const int inside = lesser(W, count - p * W);
     int64_t row = first + p * W, d = 0;
-    if (inside == 0) {
-      std::memset(out, 0, static_cast<std::size_t>(D * W) * sizeof(C));
-      continue;
-    }
     if (inside == W && in.step == 1)
       for (; d + L <= D; d += L)
         for (int i = 0; i < W; i += L) transpose_block<X, C>(in, row + i, d, out + d * W + i);

@@ -73,9 +73,14 @@ class TileCache {
  private:
   // Always inline: gcc takes a function that only prefetches for one without effect and drops its calls.
   LINBIAS_INLINE void prefetch_rows(const Rows& rows, int64_t tile, int first, int last, int64_t width) const {
-    const int64_t line = 64 / codec_->bytes;
-    for (int i = first; i < lesser(last, count(tile)); ++i)
-      for (int64_t d = 0; d < width; d += line) __builtin_prefetch(rows.at(tile * kTile + i) + d * codec_->bytes);
+    const int64_t bytes = width * rows.bytes, end = tile * kTile + lesser(last, count(tile));
+    if (rows.row == width) {  // one stretch, and no count of lines to each row
+      for (const char *at = rows.at(tile * kTile + first), *to = rows.at(end); at < to; at += 256)
+        __builtin_prefetch(at), __builtin_prefetch(at + 64), __builtin_prefetch(at + 128), __builtin_prefetch(at + 192);
+      return;
+    }
+    for (int64_t i = tile * kTile + first; i < end; ++i)
+      for (int64_t d = 0; d < bytes; d += 64) __builtin_prefetch(rows.at(i) + d);
   }
   int count(int64_t tile) const { return int(lesser<int64_t>(kTile, S_ - tile * kTile)); }
 

@@ -110,7 +110,7 @@ void packing(Random& random) {
       for (auto& x : in) narrow(C(random.normal()), &x);
       std::vector<C> out(size_t(kTile * D), C(-1));
       pack_panels<X, C>({reinterpret_cast<const char*>(in.data()), row, 1, sizeof(X)}, 0, count, D, out.data());
-      for (int j = 0; j < kTile; ++j)
+      for (int j = 0; j < int(round_up(count, kPanel<C>)); ++j)
         for (int64_t d = 0; d < D; ++d) {
           const C found = out[size_t(j / kPanel<C> * D * kPanel<C> + d * kPanel<C> + j % kPanel<C>)];
           CHECK(found == (j < count ? C(widen(in[size_t(j * row + d)])) : C(0)), "key %d, element %d", j, int(d));
