@@ -9,13 +9,15 @@
 #pragma once
 
 #include "account.h"
-#include "forward.h"
+#include "direct.h"
+#include "shared.h"
+#include "tile_cache.h"
 
 namespace linbias::LINBIAS_VARIANT {
 
 // What all workers of a call read.
-template <class X, class C>
-struct BackShared : Shared<X, C> {
+template <class C>
+struct BackShared : Shared<C> {
   const BackwardCall& back;
   Call crossed;        // key and value exchanged: its tile cache packs values as panels and keys as rows
   int64_t key_width;   // D rounded up to panels
@@ -23,8 +25,8 @@ struct BackShared : Shared<X, C> {
   bool slopes_wanted;
   bool scores_wanted;  // dS is needed, not only dV
 
-  BackShared(const Call& c, const BackwardCall& b)
-      : Shared<X, C>(c),
+  BackShared(const Call& c, const Codec<C>& elements, const BackwardCall& b)
+      : Shared<C>(c, elements),
         back(b),
         crossed(c),
         key_width(round_up(c.D, kPanel<C>)),
@@ -44,22 +46,22 @@ struct KeySums {
   uint8_t* touched = nullptr;
 };
 
-template <class X, class C>
+template <class C>
 class BackwardWorker {
  public:
-  void reset(const BackShared<X, C>& shared, int64_t slots) {
+  void reset(const BackShared<C>& shared, int64_t slots) {
     shared_ = &shared, call_ = &shared.call;
-    direct_ = call_->T * call_->group() <= ForwardWorker<X, C>::kDirectRows;
+    direct_ = call_->T * call_->group() <= kDirectRows;
     query_.reset(kRows * shared.key_width, true);
     grad_out_.reset(kRows * shared.value_width, true);
     grad_query_.reset(kRows * shared.key_width, true);
     weights_.reset(kRows * kTile, true);
     slants_.reset(kRows * kTile, true);
     gains_.reset(call_->has_softcap ? kStrip * kTile : 0);
-    spare_.reset(kTile * shared.key_width);
+    spare_.reset(greater(kTile * shared.key_width, shared.value_width));
     frontier_.reserve(shared.tree.nodes() + kFan);
-    keys_panels_.reset(*call_, slots, true);
-    values_panels_.reset(shared.crossed, slots, true);
+    keys_panels_.reset(*call_, shared.codec, slots, true);
+    values_panels_.reset(shared.crossed, shared.codec, slots, true);
     key_account_.reset(shared.tree);
   }
 
@@ -106,19 +108,17 @@ class BackwardWorker {
       return;
     }
     lse_[r] = lse;
-    const Array<X> queries = call_->query.template as<X>();
-    const X* row = queries.at(b, h, i);
-    if (shared_->bounds.active()) norms_[r] = norm_bound<X, C>(row, queries.stride[3], D);
-    widen_row<X, C>(row, queries.stride[3], D, query);
-    const C factor = query_factor();
-    for (int64_t d = 0; d < D; ++d) query[d] *= factor;
-    const Array<X> outs = back.out.template as<X>(), grads = back.grad_out.template as<X>();
-    if (grads) {
-      widen_row<X, C>(grads.at(b, h, i), grads.stride[3], V, grad);
-      const X* out = outs.at(b, h, i);
+    const Codec<C>& codec = shared_->codec;
+    const void* row = call_->query.at(codec.bytes, b, h, i);
+    const int64_t step = call_->query.stride[3];
+    if (shared_->bounds.active()) norms_[r] = codec.norm_bound(row, step, D);
+    codec.widen(row, step, D, query_factor(), query);
+    if (back.grad_out) {
+      codec.widen(back.grad_out.at(codec.bytes, b, h, i), back.grad_out.stride[3], V, C(1), grad);
+      codec.widen(back.out.at(codec.bytes, b, h, i), back.out.stride[3], V, C(1), spare_.data());
       // In double: dS is a difference that keeps this sum's whole error.
       double sum = 0;
-      for (int64_t d = 0; d < V; ++d) sum += double(grad[d]) * double(widen(out[d * outs.stride[3]]));
+      for (int64_t d = 0; d < V; ++d) sum += double(grad[d]) * double(spare_[d]);
       delta_[r] = C(sum);
     } else {
       std::memset(grad, 0, static_cast<std::size_t>(V) * sizeof(C));
@@ -387,8 +387,8 @@ class BackwardWorker {
     const Right<C> b{right.data() + first_row * width, width, W};
     for (int j = reach.first; j < reach.last;) {
       const int left = reach.last - j, n = left >= kStrip ? kStrip : left >= 3 ? 3 : left;
-      gemm<C, Into::add>({pairs.data() + first_row * kTile + j, 1, kTile}, b, {sums + j * width, width, W}, count, n,
-                         int(width / W));
+      gemm<C, Into::add, false>({pairs.data() + first_row * kTile + j, 1, kTile}, b, {sums + j * width, width, W},
+                                count, n, int(width / W));
       j += n;
     }
   }
@@ -441,14 +441,17 @@ class BackwardWorker {
     const C factor = query_factor();
     for (int row = 0; row < rows_.rows; ++row) {
       const bool empty = !(started_ >> (row / kStrip) & 1);
-      const C* sum = grad_query_.data() + row * shared_->key_width;
-      X* out = static_cast<X*>(shared_->back.grad_query) +
-               ((rows_.b * call_->H + rows_.head[row]) * call_->T + rows_.query[row]) * call_->D;
-      for (int64_t d = 0; d < call_->D; ++d) narrow(empty ? C(0) : sum[d] * factor, out + d);
+      const int64_t bytes = call_->D * shared_->codec.bytes;
+      const int64_t index = (rows_.b * call_->H + rows_.head[row]) * call_->T + rows_.query[row];
+      char* out = static_cast<char*>(shared_->back.grad_query) + index * bytes;
+      if (empty)
+        std::memset(out, 0, static_cast<std::size_t>(bytes));
+      else
+        shared_->codec.narrow(grad_query_.data() + row * shared_->key_width, call_->D, factor, out);
     }
   }
 
-  const BackShared<X, C>* shared_ = nullptr;
+  const BackShared<C>* shared_ = nullptr;
   const Call* call_ = nullptr;
   bool direct_ = false;  // forward took dot products of few rows with keys where they lie
   KeySums<C> sums_;
@@ -459,7 +462,7 @@ class BackwardWorker {
   RowAccount<C> account_;
   KeyAccount<C> key_account_;
   PairScratch<C> pairs_;
-  TileCache<X, C> keys_panels_, values_panels_;
+  TileCache<C> keys_panels_, values_panels_;
   Frontier<C> frontier_;
   Buffer<C> query_, grad_out_, grad_query_, weights_, slants_, gains_, spare_;
   C norms_[kRows], lse_[kRows], delta_[kRows];

@@ -3,22 +3,20 @@
 // the last share of a head adds the shares' sums in their order. The result depends on the cut, never on the schedule.
 #pragma once
 
-#include <type_traits>
-
 #include "backward.h"
-#include "forward_pass.h"
+#include "passes.h"
 
 namespace linbias::LINBIAS_VARIANT {
 
 // Memory in which shares sum dK and dV: one slot for each head at work, of which there are never more than workers.
-template <class X, class C>
+template <class C>
 class SumPool {
  public:
-  SumPool(const BackShared<X, C>& shared, int64_t slots) : shared_(shared) {
+  SumPool(const BackShared<C>& shared, int64_t slots) : shared_(shared) {
     const Call& call = shared.call;
     tiles_ = shared.tree.count(0);
     // The outputs themselves can hold the sums of a single share of their own type and width.
-    in_place_ = std::is_same<X, C>::value && shared.shares == 1 && shared.key_width == call.D &&
+    in_place_ = shared.codec.plain && shared.shares == 1 && shared.key_width == call.D &&
                 shared.value_width == call.V;
     key_size_ = shared.back.grad_key ? call.S * shared.key_width : 0;
     value_size_ = shared.back.grad_value ? call.S * shared.value_width : 0;
@@ -54,6 +52,8 @@ class SumPool {
   }
 
  private:
+  static constexpr int64_t kChunk = 64;  // columns summed at once
+
   uint8_t* touched(int64_t head, int share) {
     return touched_.data() + (slot_of_[head] * shared_.shares + share) * tiles_;
   }
@@ -74,13 +74,17 @@ class SumPool {
     const int64_t first = tile * kTile, last = lesser<int64_t>(first + kTile, shared_.call.S);
     const bool any_in_place = in_place_ && touched(head, 0)[tile];
     if (any_in_place) return;
-    X* out = static_cast<X*>(gradient) + (head * shared_.call.S + first) * columns;
-    for (int64_t j = first; j < last; ++j, out += columns)
-      for (int64_t d = 0; d < columns; ++d) {
-        C total = 0;
-        for (int share = 0; share < shared_.shares; ++share)
-          if (touched(head, share)[tile]) total += (sums(head, share).*part)[j * width + d];
-        narrow(total, out + d);
+    char* out = static_cast<char*>(gradient) + (head * shared_.call.S + first) * columns * shared_.codec.bytes;
+    for (int64_t j = first; j < last; ++j, out += columns * shared_.codec.bytes)
+      for (int64_t d = 0; d < columns; d += kChunk) {
+        C total[kChunk] = {};
+        const int64_t n = lesser(kChunk, columns - d);
+        for (int share = 0; share < shared_.shares; ++share) {
+          if (!touched(head, share)[tile]) continue;
+          const C* sum = sums(head, share).*part + j * width + d;
+          for (int64_t k = 0; k < n; ++k) total[k] += sum[k];
+        }
+        shared_.codec.narrow(total, n, C(1), out + d * shared_.codec.bytes);
       }
   }
 
@@ -90,7 +94,7 @@ class SumPool {
   }
   void unlock() { __atomic_store_n(&locked_, false, __ATOMIC_RELEASE); }
 
-  const BackShared<X, C>& shared_;
+  const BackShared<C>& shared_;
   int64_t tiles_ = 0, key_size_ = 0, value_size_ = 0, free_count_ = 0;
   bool in_place_ = false, locked_ = false;
   Buffer<C> sums_;
@@ -116,8 +120,8 @@ inline void longest_first(const Call& call, Buffer<int64_t>& order) {
   }
 }
 
-template <class X, class C>
-inline void write_slopes(const BackShared<X, C>& shared, const Buffer<double>& sums) {
+template <class C>
+inline void write_slopes(const BackShared<C>& shared, const Buffer<double>& sums) {
   const Call& call = shared.call;
   const int64_t group = call.group(), share_size = group * 2;
   const bool apart = call.future_slopes && call.metric == Metric::none;
@@ -132,24 +136,22 @@ inline void write_slopes(const BackShared<X, C>& shared, const Buffer<double>& s
   }
 }
 
-template <class X>
-inline void no_pairs(const Call& call, const BackwardCall& back) {
-  using C = typename Accumulator<X>::type;
-  const auto clear = [](void* out, int64_t count, std::size_t size) {
-    if (out) std::memset(out, 0, static_cast<std::size_t>(count) * size);
+template <class C>
+inline void no_pairs(const Call& call, const Codec<C>& codec, const BackwardCall& back) {
+  const auto clear = [](void* out, int64_t count, int64_t bytes) {
+    if (out) std::memset(out, 0, static_cast<std::size_t>(count * bytes));
   };
-  clear(back.grad_query, call.B * call.H * call.T * call.D, sizeof(X));
-  clear(back.grad_key, call.B * call.G * call.S * call.D, sizeof(X));
-  clear(back.grad_value, call.B * call.G * call.S * call.V, sizeof(X));
+  clear(back.grad_query, call.B * call.H * call.T * call.D, codec.bytes);
+  clear(back.grad_key, call.B * call.G * call.S * call.D, codec.bytes);
+  clear(back.grad_value, call.B * call.G * call.S * call.V, codec.bytes);
   clear(back.grad_slopes, call.B * call.H, sizeof(C));
   clear(back.grad_future_slopes, call.B * call.H, sizeof(C));
 }
 
-template <class X>
-inline void backward_pass(const Call& call, const BackwardCall& back) {
-  using C = typename Accumulator<X>::type;
-  if (call.B * call.H * call.T == 0 || call.S == 0) return no_pairs<X>(call, back);
-  BackShared<X, C> shared(call, back);
+template <class C>
+void backward_pass(const Call& call, const Codec<C>& codec, const BackwardCall& back) {
+  if (call.B * call.H * call.T == 0 || call.S == 0) return no_pairs(call, codec, back);
+  BackShared<C> shared(call, codec, back);
   shared.tree.build(call);
   measure_keys(shared, false);
   const int64_t heads = call.B * call.G, tiles = shared.tiling.tiles_per_unit;
@@ -160,9 +162,9 @@ inline void backward_pass(const Call& call, const BackwardCall& back) {
   const int threads = int(lesser<int64_t>(call.threads, tasks));
   const int64_t tile_bytes = kTile * (2 * shared.key_width + 2 * shared.value_width) * int64_t(sizeof(C));
   const int64_t slots = greater<int64_t>(1, lesser(shared.tree.count(0), kCacheBytes / threads / tile_bytes));
-  Objects<BackwardWorker<X, C>> workers(threads);
+  Objects<BackwardWorker<C>> workers(threads);
   for (int w = 0; w < threads; ++w) workers[w].reset(shared, slots);
-  SumPool<X, C> pool(shared, lesser<int64_t>(threads, heads));
+  SumPool<C> pool(shared, lesser<int64_t>(threads, heads));
   Buffer<double> slope_sums(tasks * call.group() * 2, true);
   Buffer<int64_t> order(call.G);
   longest_first<C>(call, order);

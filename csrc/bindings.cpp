@@ -40,7 +40,22 @@ void read_array(nb::handle source, const char* name, int dims, const int64_t* ex
 
 int64_t limit(nb::handle value) { return value.is_none() ? kUnlimited : nb::cast<int64_t>(value); }
 
-// Order of linbias.problem.Operands.
+// Fields of linbias.problem.Operands; the centroids and radii of bounds are not used.
+constexpr int kQuery = 0, kKey = 1, kValue = 2, kSlopes = 3, kFutureSlopes = 4, kQueryPositions = 5, kKeyPositions = 6,
+    kQuerySegments = 7, kKeySegments = 8, kKeyMask = 9, kAttnMask = 10, kKeyRanks = 11, kQueryUnbiased = 12,
+    kKeyUnbiased = 13, kBoundNorms = 14, kSeed = 17;
+
+int64_t size_of(const nb::tuple& operands, int field, int dim) {
+  return nb::cast<int64_t>(nb::cast<nb::tuple>(operands[field][1])[dim]);
+}
+
+void read_sizes(const nb::tuple& operands, Call& call) {
+  call.B = size_of(operands, kQuery, 0), call.H = size_of(operands, kQuery, 1);
+  call.T = size_of(operands, kQuery, 2), call.D = size_of(operands, kQuery, 3);
+  call.G = size_of(operands, kValue, 1), call.S = size_of(operands, kValue, 2), call.V = size_of(operands, kValue, 3);
+  if (call.metric != Metric::none && !operands[kKeyPositions].is_none()) call.C = size_of(operands, kKeyPositions, 2);
+}
+
 void read_operands(const nb::tuple& operands, Call& call) {
   const int64_t B = call.B, T = call.T, S = call.S, C = call.C;
   const int place = C > 0 ? 3 : 2;
@@ -48,23 +63,23 @@ void read_operands(const nb::tuple& operands, Call& call) {
   const int64_t query[] = {B, call.H, T, call.D}, key[] = {B, call.G, S, call.D}, value[] = {B, call.G, S, call.V};
   const int64_t slopes[] = {B, call.H}, query_place[] = {B, T, C}, key_place[] = {B, S, C};
   const int64_t pairs[] = {B, call.H, T, S}, norms[] = {B, call.G, blocks};
-  read_array(operands[0], "query", 4, query, call.query);
-  read_array(operands[1], "key", 4, key, call.key);
-  read_array(operands[2], "value", 4, value, call.value);
-  read_array(operands[3], "slopes", 2, slopes, call.slopes);
-  read_array(operands[4], "future_slopes", 2, slopes, call.future_slopes);
-  read_array(operands[5], "query_positions", place, query_place, call.query_positions);
-  read_array(operands[6], "key_positions", place, key_place, call.key_positions);
-  read_array(operands[7], "query_segments", 2, query_place, call.query_segments);
-  read_array(operands[8], "key_segments", 2, key_place, call.key_segments);
-  read_array(operands[9], "key_mask", 2, key_place, call.key_mask);
-  read_array(operands[10], "attn_mask", 4, pairs, call.attn_mask);
-  read_array(operands[11], "key_ranks", 2, key_place, call.key_ranks);
-  read_array(operands[12], "query_unbiased", 2, query_place, call.query_unbiased);
-  read_array(operands[13], "key_unbiased", 2, key_place, call.key_unbiased);
-  read_array(operands[14], "bound_norms", 3, norms, call.bound_norms);
+  read_array(operands[kQuery], "query", 4, query, call.query);
+  read_array(operands[kKey], "key", 4, key, call.key);
+  read_array(operands[kValue], "value", 4, value, call.value);
+  read_array(operands[kSlopes], "slopes", 2, slopes, call.slopes);
+  read_array(operands[kFutureSlopes], "future_slopes", 2, slopes, call.future_slopes);
+  read_array(operands[kQueryPositions], "query_positions", place, query_place, call.query_positions);
+  read_array(operands[kKeyPositions], "key_positions", place, key_place, call.key_positions);
+  read_array(operands[kQuerySegments], "query_segments", 2, query_place, call.query_segments);
+  read_array(operands[kKeySegments], "key_segments", 2, key_place, call.key_segments);
+  read_array(operands[kKeyMask], "key_mask", 2, key_place, call.key_mask);
+  read_array(operands[kAttnMask], "attn_mask", 4, pairs, call.attn_mask);
+  read_array(operands[kKeyRanks], "key_ranks", 2, key_place, call.key_ranks);
+  read_array(operands[kQueryUnbiased], "query_unbiased", 2, query_place, call.query_unbiased);
+  read_array(operands[kKeyUnbiased], "key_unbiased", 2, key_place, call.key_unbiased);
+  read_array(operands[kBoundNorms], "bound_norms", 3, norms, call.bound_norms);
   Array<int64_t> seed;
-  read_array(operands[15], "seed", 0, nullptr, seed);
+  read_array(operands[kSeed], "seed", 0, nullptr, seed);
   call.seed = seed.data;
 }
 
@@ -76,34 +91,39 @@ void check(const Call& call) {
   if (call.dropout_p > 0 && !call.seed) throw nb::value_error("dropout needs a seed");
 }
 
-// sizes: dtype, B, H, G, T, S, D, V, C, threads; options: in the order of linbias.problem.Options, metric as a number.
-Call read_call(const nb::tuple& sizes, const nb::tuple& options, const nb::tuple& operands) {
+Metric metric_named(nb::handle name) {
+  if (name.is_none()) return Metric::none;
+  return nb::cast<std::string>(name) == "euclidean" ? Metric::euclidean : Metric::manhattan;
+}
+
+// environment: dtype, threads, variant; options: linbias.problem.Options.
+Call read_call(const nb::tuple& environment, const nb::tuple& options, const nb::tuple& operands) {
   Call call;
-  call.dtype = static_cast<DType>(nb::cast<int>(sizes[0]));
-  int64_t* const fields[] = {&call.B, &call.H, &call.G, &call.T, &call.S, &call.D, &call.V, &call.C};
-  for (int i = 0; i < 8; ++i) *fields[i] = nb::cast<int64_t>(sizes[i + 1]);
-  call.threads = nb::cast<int>(sizes[9]);
+  call.dtype = static_cast<DType>(nb::cast<int>(environment[0]));
+  call.threads = nb::cast<int>(environment[1]);
   call.causal = nb::cast<bool>(options[0]);
   call.left = limit(options[1]);
   call.right = limit(options[2]);
   call.sinks = nb::cast<int64_t>(options[3]);
   call.prefix = nb::cast<int64_t>(options[4]);
-  call.metric = static_cast<Metric>(nb::cast<int>(options[5]));
+  call.metric = metric_named(options[5]);
   call.scale = nb::cast<double>(options[6]);
   call.has_softcap = !options[7].is_none();
   if (call.has_softcap) call.softcap = nb::cast<double>(options[7]);
   call.dropout_p = nb::cast<double>(options[8]);
   call.tolerance = nb::cast<double>(options[9]);
   call.bounds_block = nb::cast<int64_t>(options[10]);
+  read_sizes(operands, call);
   read_operands(operands, call);
   check(call);
   return call;
 }
 
-const Kernels& kernels_named(const char* variant) {
-  if (!*variant) return best_kernels();
-  if (const Kernels* kernels = find_kernels(variant)) return *kernels;
-  throw nb::value_error((std::string("no kernels named '") + variant + "' run on this machine").c_str());
+const Kernels& kernels_of(const nb::tuple& environment) {
+  const std::string variant = nb::cast<std::string>(environment[2]);
+  if (variant.empty()) return best_kernels();
+  if (const Kernels* kernels = find_kernels(variant.c_str())) return *kernels;
+  throw nb::value_error(("no kernels named '" + variant + "' run on this machine").c_str());
 }
 
 void* address(nb::handle value) {
@@ -111,10 +131,10 @@ void* address(nb::handle value) {
 }
 
 // results: addresses of out, lse, skipped, computed.
-void forward(const nb::tuple& sizes, const nb::tuple& options, const nb::tuple& operands, const nb::tuple& results,
-             const char* variant) {
-  const Kernels& kernels = kernels_named(variant);
-  const Call call = read_call(sizes, options, operands);
+void forward(const nb::tuple& environment, const nb::tuple& options, const nb::tuple& operands,
+             const nb::tuple& results) {
+  const Kernels& kernels = kernels_of(environment);
+  const Call call = read_call(environment, options, operands);
   const ForwardResult result{address(results[0]), address(results[1]), address(results[2]),
                              static_cast<int64_t*>(address(results[3]))};
   nb::gil_scoped_release release;
@@ -123,10 +143,10 @@ void forward(const nb::tuple& sizes, const nb::tuple& options, const nb::tuple& 
 
 // saved: views of out, grad_out, lse, grad_lse; results: addresses of the gradients of query, key, value, slopes and
 // future slopes, None where not wanted.
-void backward(const nb::tuple& sizes, const nb::tuple& options, const nb::tuple& operands, const nb::tuple& saved,
-              const nb::tuple& results, const char* variant) {
-  const Kernels& kernels = kernels_named(variant);
-  const Call call = read_call(sizes, options, operands);
+void backward(const nb::tuple& environment, const nb::tuple& options, const nb::tuple& operands,
+              const nb::tuple& saved, const nb::tuple& results) {
+  const Kernels& kernels = kernels_of(environment);
+  const Call call = read_call(environment, options, operands);
   const int64_t rows[] = {call.B, call.H, call.T, call.V};
   BackwardCall back;
   read_array(saved[0], "out", 4, rows, back.out);
@@ -148,10 +168,9 @@ bool has_variant(const char* name) { return find_kernels(name) != nullptr; }
 }  // namespace linbias
 
 NB_MODULE(_native, m) {
-  m.def("forward", &linbias::forward, nb::arg("sizes"), nb::arg("options"), nb::arg("operands"), nb::arg("results"),
-        nb::arg("variant") = "");
-  m.def("backward", &linbias::backward, nb::arg("sizes"), nb::arg("options"), nb::arg("operands"), nb::arg("saved"),
-        nb::arg("results"), nb::arg("variant") = "");
+  m.def("forward", &linbias::forward, nb::arg("environment"), nb::arg("options"), nb::arg("operands"), nb::arg("results"));
+  m.def("backward", &linbias::backward, nb::arg("environment"), nb::arg("options"), nb::arg("operands"),
+        nb::arg("saved"), nb::arg("results"));
   m.def("has_variant", &linbias::has_variant, nb::arg("name"));
   m.def("variant", [] { return std::string(linbias::best_kernels().name); });
 }

@@ -32,20 +32,23 @@ struct Array {
   }
 };
 
-// The tensors and numbers of linbias.problem.Operands and Options. `void` arrays hold `dtype`; `Array<void>` cannot be
-// indexed, so the kernels rebind them to their element type first.
+// A tensor of a type that is known at run time: indexed with the size of its elements, or rebound to their type.
 template <>
 struct Array<void> {
   const void* data = nullptr;
   int64_t stride[4] = {0, 0, 0, 0};
 
   explicit operator bool() const { return data != nullptr; }
+  const char* at(int64_t bytes, int64_t a, int64_t b = 0, int64_t c = 0) const {
+    return static_cast<const char*>(data) + (a * stride[0] + b * stride[1] + c * stride[2]) * bytes;
+  }
   template <class X>
   Array<X> as() const {
     return {static_cast<const X*>(data), {stride[0], stride[1], stride[2], stride[3]}};
   }
 };
 
+// The tensors and numbers of linbias.problem.Operands and Options.
 struct Call {
   DType dtype = DType::f32;
   int64_t B = 0, H = 0, G = 0, T = 0, S = 0, D = 0, V = 0, C = 0;
@@ -81,7 +84,7 @@ struct ForwardResult {
   void* out = nullptr;          // (B, H, T, V), dtype
   void* lse = nullptr;          // (B, H, T), accumulating dtype
   void* skipped = nullptr;      // (B, H, T), accumulating dtype
-  int64_t* computed = nullptr;  // (B, H), zeroed by the caller
+  int64_t* computed = nullptr;  // (B, H)
 };
 
 // What backward reads beside the call, and what it writes; a null gradient was not asked for. Contiguous results.

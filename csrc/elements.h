@@ -4,6 +4,9 @@
 #pragma once
 
 #include "simd.h"
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 namespace linbias::LINBIAS_VARIANT {
 
@@ -101,22 +104,46 @@ LINBIAS_INLINE Vec<float> load_widened(const Half* p) {
 #endif
 }
 
-// out[0..n) = in[0..n) widened, `step` elements apart.
-template <class X, class C>
-inline void widen_row(const X* in, int64_t step, int64_t n, C* out) {
-  int64_t i = 0;
-  if (step == 1)
-    for (; i + kLanes<C> <= n; i += kLanes<C>) store<C>(out + i, load_widened<C>(in + i));
-  for (; i < n; ++i) out[i] = widen(in[i * step]);
+template <class C>
+LINBIAS_INLINE void store_narrowed(C* p, Vec<C> x) {
+  store<C>(p, x);
 }
 
-// The same, times `factor`.
+template <class C>
+LINBIAS_INLINE void store_narrowed(Bf16* p, Vec<float> x) {
+  typedef uint16_t U16 __attribute__((vector_size(LINBIAS_VECTOR_BYTES / 2)));
+  typedef uint32_t U32 __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
+  const U32 bits = (U32)x, high = bits >> 16, number = (U32)(x == x);
+  const U32 rounded = (bits + 0x7fff + (high & 1)) >> 16;
+  const U16 half = __builtin_convertvector((number & rounded) | (~number & (high | 0x40)), U16);
+  std::memcpy(p, &half, sizeof half);
+}
+
+template <class C>
+LINBIAS_INLINE void store_narrowed(Half* p, Vec<float> x) {
+#if defined(__F16C__) && LINBIAS_VECTOR_BYTES == 32
+  const __m128i half = _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(p, &half, sizeof half);
+#else
+  for (int lane = 0; lane < kLanes<float>; ++lane) narrow(x[lane], p + lane);
+#endif
+}
+
+// out[0..n) = in[0..n) * factor; `step` elements from one of `in` to the next.
 template <class X, class C>
-inline void scale_row(const X* in, int64_t step, int64_t n, C factor, C* out) {
+inline void widen_row(const X* in, int64_t step, int64_t n, C factor, C* out) {
   int64_t i = 0;
   if (step == 1)
     for (; i + kLanes<C> <= n; i += kLanes<C>) store<C>(out + i, load_widened<C>(in + i) * factor);
   for (; i < n; ++i) out[i] = widen(in[i * step]) * factor;
+}
+
+// out[0..n) = in[0..n) * factor, rounded.
+template <class X, class C>
+inline void narrow_row(const C* in, int64_t n, C factor, X* out) {
+  int64_t i = 0;
+  for (; i + kLanes<C> <= n; i += kLanes<C>) store_narrowed<C>(out + i, load<C>(in + i) * factor);
+  for (; i < n; ++i) narrow(in[i] * factor, out + i);
 }
 
 }  // namespace linbias::LINBIAS_VARIANT

@@ -4,25 +4,10 @@
 
 #include "direct.h"
 #include "frontier.h"
-#include "ledger.h"
-#include "philox.h"
+#include "shared.h"
+#include "tile_cache.h"
 
 namespace linbias::LINBIAS_VARIANT {
-
-// What all workers of a call read.
-template <class X, class C>
-struct Shared {
-  const Call& call;
-  Tiling tiling;
-  KeyTree<C> tree;
-  Bounds<C> bounds;
-  Dropout dropout;
-  int64_t value_width;  // V rounded up to panels
-
-  explicit Shared(const Call& c)
-      : call(c), tiling(c), dropout(c), value_width(round_up(c.V, kPanel<C>)) {}
-  int64_t units() const { return call.B * call.G * tiling.tiles_per_unit; }
-};
 
 // What one account of a row tile came to.
 template <class C>
@@ -33,13 +18,10 @@ struct Partial {
   Buffer<C> out;
 };
 
-template <class X, class C>
+template <class C>
 class ForwardWorker {
  public:
-  // Row tiles this small read keys where they lie: a product of few rows does not repay packing.
-  static constexpr int kDirectRows = 12;
-
-  void reset(const Shared<X, C>& shared, const ForwardResult& result, int64_t slots, bool direct) {
+  void reset(const Shared<C>& shared, const ForwardResult& result, int64_t slots, bool direct) {
     shared_ = &shared, call_ = &shared.call, result_ = result;
     const int64_t rows = tile_capacity(*call_, shared.tiling);
     query_.reset(rows * call_->D);
@@ -47,11 +29,11 @@ class ForwardWorker {
     out_.reset(rows * shared.value_width);
     spare_.reset(kTile * shared.value_width);
     direct_ = direct;
-    const bool keys_in_place = sizeof(X) == sizeof(C) && call_->key.stride[3] == 1;
+    const bool keys_in_place = shared.codec.plain && call_->key.stride[3] == 1;
     spare_keys_.reset(direct && !keys_in_place ? kTile * call_->D : 0);
     frontier_.reserve(shared.tree.nodes() + kFan);
     survivors_.reset(shared.tree.count(0));
-    cache_.reset(*call_, slots, !direct);
+    cache_.reset(*call_, shared.codec, slots, !direct);
   }
 
   // All of row tile `unit`: its rows of out, lse and skipped.
@@ -106,15 +88,15 @@ class ForwardWorker {
 
   // Query rows times scale; times 1 / softcap where a cap follows.
   void read_query() {
-    const Array<X> query = call_->query.template as<X>();
+    const Codec<C>& codec = shared_->codec;
+    const int64_t step = call_->query.stride[3];
     const C factor = C(call_->has_softcap ? call_->scale / call_->softcap : call_->scale);
     const int64_t D = call_->D;
     const bool judged = shared_->bounds.norms();
     for (int r = 0; r < rows_.rows; ++r) {
-      const X* row = query.at(rows_.b, rows_.head[r], rows_.query[r]);
-      C* packed = query_.data() + r * D;
-      if (judged) norms_[r] = norm_bound<X, C>(row, query.stride[3], D);
-      scale_row<X, C>(row, query.stride[3], D, factor, packed);
+      const void* row = call_->query.at(codec.bytes, rows_.b, rows_.head[r], rows_.query[r]);
+      if (judged) norms_[r] = codec.norm_bound(row, step, D);
+      codec.widen(row, step, D, factor, query_.data() + r * D);
     }
     const int64_t padding = rows_.strips * kStrip - rows_.rows;
     std::memset(query_.data() + rows_.rows * D, 0, static_cast<std::size_t>(padding * D) * sizeof(C));
@@ -258,18 +240,18 @@ class ForwardWorker {
   }
 
   void direct_products(int64_t tile, const C* query, int rows, int begin, int end, C* scores) {
-    const Rows<X>& all = cache_.key_rows();
+    const Rows& all = cache_.key_rows();
     const int64_t D = call_->D;
     const int count = lesser(end, keys_.count) - begin;
     const auto ahead = [&](int first, int last) __attribute__((always_inline)) {
       cache_.prefetch_values(tile, begin + first, begin + last);
       if (next_tile_ >= 0) cache_.prefetch_keys(next_tile_, begin + first, begin + last);
     };
-    if (spare_keys_.size() == 0 && sizeof(X) == sizeof(C)) {
+    if (spare_keys_.size() == 0) {
       const C* keys = reinterpret_cast<const C*>(all.at(tile * kTile + begin));
       direct_dots<C>(query, D, rows, keys, all.row, count, D, scores, kTile, ahead);
     } else {
-      if (spare_tile_ != tile) pack_rows<X, C>(all, tile * kTile, keys_.count, D, D, spare_keys_.data());
+      if (spare_tile_ != tile) shared_->codec.pack_rows(all, tile * kTile, keys_.count, D, D, spare_keys_.data());
       spare_tile_ = tile;
       direct_dots<C>(query, D, rows, spare_keys_.data() + begin * D, D, count, D, scores, kTile, ahead);
     }
@@ -524,20 +506,20 @@ class ForwardWorker {
       const bool blind = weight == 0;
       const int64_t index = (rows_.b * H + rows_.head[row]) * T + rows_.query[row];
       const bool empty = blind || !(started_ >> (row / kStrip) & 1);
-      write_row(out_.data() + row * width, empty ? C(0) : C(shared_->dropout.scale()) / weight, empty,
-                static_cast<X*>(result_.out) + index * call_->V);
+      write_row(out_.data() + row * width, C(shared_->dropout.scale()) / weight, empty, index);
       static_cast<C*>(result_.lse)[index] = blind ? -kInf<C> : ledger_.top[i] + std::log(weight);
       static_cast<C*>(result_.skipped)[index] = blind ? C(0) : ledger_.spent[i] / weight;
     }
     count_pairs();
   }
 
-  void write_row(const C* sum, C factor, bool empty, X* out) const {
-    const int64_t V = call_->V;
+  void write_row(const C* sum, C factor, bool empty, int64_t index) const {
+    const int64_t V = call_->V, bytes = V * shared_->codec.bytes;
+    char* out = static_cast<char*>(result_.out) + index * bytes;
     if (empty)
-      for (int64_t d = 0; d < V; ++d) narrow(C(0), out + d);
+      std::memset(out, 0, static_cast<std::size_t>(bytes));
     else
-      for (int64_t d = 0; d < V; ++d) narrow(sum[d] * factor, out + d);
+      shared_->codec.narrow(sum, V, factor, out);
   }
 
   void count_pairs() const {
@@ -551,14 +533,14 @@ class ForwardWorker {
     }
   }
 
-  const Shared<X, C>* shared_ = nullptr;
+  const Shared<C>* shared_ = nullptr;
   const Call* call_ = nullptr;
   ForwardResult result_;
   RowTile<C> rows_;
   KeyTile<C> keys_;
   Ledger<C> ledger_;
   PairScratch<C> pairs_;
-  TileCache<X, C> cache_;
+  TileCache<C> cache_;
   Frontier<C> frontier_;
   Buffer<Node<C>> survivors_;
   int64_t survived_ = 0, spare_tile_ = -1;

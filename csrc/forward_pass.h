@@ -3,40 +3,15 @@
 #pragma once
 
 #include "forward.h"
-#include "threads.h"
+#include "passes.h"
 
 namespace linbias::LINBIAS_VARIANT {
 
-// Packed tiles that all workers together may keep.
-constexpr int64_t kCacheBytes = int64_t(32) << 20;
-
-// Norms of all key tiles, by the caller's account of them where there is one. Reading every key costs what a decode
-// step costs altogether, so a few rows are judged only by norms that are already there.
-template <class X, class C>
-inline void measure_keys(Shared<X, C>& shared, bool few_rows) {
-  const Call& call = shared.call;
-  shared.bounds.begin(call, shared.tree);
-  if (shared.tree.count(0) <= 2 || (few_rows && !call.bound_norms)) return;
-  shared.bounds.allocate_norms(call);
-  constexpr int64_t chunk = 64;  // tiles a task
-  const int64_t heads = call.B * call.G, chunks = ceil_div(shared.tree.count(0), chunk);
-  if (!call.bound_norms)
-    parallel(call.threads, heads * chunks, [&](int64_t task, int) {
-      const int64_t head = task / chunks, first = task % chunks * chunk;
-      const int64_t last = lesser(first + chunk, shared.tree.count(0));
-      shared.bounds.template fill_tiles<X>(call, head / call.G, head % call.G, first, last);
-    });
-  parallel(int(lesser<int64_t>(call.threads, shared.tree.count(0) / 256 + 1)), heads, [&](int64_t head, int) {
-    if (call.bound_norms) shared.bounds.take_tiles(call, head / call.G, head % call.G);
-    shared.bounds.join_levels(shared.tree, head / call.G, head % call.G);
-  });
-}
-
-template <class X, class C>
-inline void no_keys(const Call& call, const ForwardResult& result) {
+template <class C>
+inline void no_keys(const Call& call, const Codec<C>& codec, const ForwardResult& result) {
   const int64_t rows = call.B * call.H * call.T;
+  std::memset(result.out, 0, static_cast<std::size_t>(rows * call.V * codec.bytes));
   for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t d = 0; d < call.V; ++d) narrow(C(0), static_cast<X*>(result.out) + i * call.V + d);
     static_cast<C*>(result.lse)[i] = -kInf<C>;
     static_cast<C*>(result.skipped)[i] = 0;
   }
@@ -66,20 +41,22 @@ inline void order_heads(const Call& call, Buffer<int64_t>& order) {
 }
 
 // One task a row tile: heads by falling cost, and within a head the tiles that may see most first.
-template <class X, class C>
-inline void run_tiles(const Shared<X, C>& shared, Objects<ForwardWorker<X, C>>& workers) {
+template <class C>
+inline void run_tiles(const Shared<C>& shared, Objects<ForwardWorker<C>>& workers) {
   const Call& call = shared.call;
   const int64_t per = shared.tiling.tiles_per_unit;
   Buffer<int64_t> order;
-  order_heads<C>(call, order);
+  const bool ordered = workers.size() > 1;
+  if (ordered) order_heads<C>(call, order);
   parallel(int(workers.size()), shared.units(), [&](int64_t task, int worker) {
-    workers[worker].run(order[task / per] * per + per - 1 - task % per);
+    const int64_t head = ordered ? order[task / per] : task / per;
+    workers[worker].run(head * per + per - 1 - task % per);
   });
 }
 
 // Fewer row tiles than threads and many keys: the keys of a tile are shared out.
-template <class X, class C>
-inline void run_parts(const Shared<X, C>& shared, Objects<ForwardWorker<X, C>>& workers) {
+template <class C>
+inline void run_parts(const Shared<C>& shared, Objects<ForwardWorker<C>>& workers) {
   const int64_t units = shared.units(), tiles = shared.tree.count(0), parts = ceil_div(workers.size(), units);
   Objects<Partial<C>> partials(units * (parts + 1));
   Buffer<Node<C>> survivors(units * tiles);
@@ -98,14 +75,14 @@ inline void run_parts(const Shared<X, C>& shared, Objects<ForwardWorker<X, C>>& 
   });
 }
 
-template <class X>
-inline void forward_pass(const Call& call, const ForwardResult& result) {
-  using C = typename Accumulator<X>::type;
+template <class C>
+void forward_pass(const Call& call, const Codec<C>& codec, const ForwardResult& result) {
+  for (int64_t i = 0; i < call.B * call.H; ++i) result.computed[i] = 0;
   if (call.B * call.H * call.T == 0) return;
-  if (call.S == 0) return no_keys<X, C>(call, result);
-  Shared<X, C> shared(call);
+  if (call.S == 0) return no_keys(call, codec, result);
+  Shared<C> shared(call, codec);
   shared.tree.build(call);
-  const bool direct = call.T * call.group() <= ForwardWorker<X, C>::kDirectRows;
+  const bool direct = call.T * call.group() <= kDirectRows;
   measure_keys(shared, direct);
   const int64_t units = shared.units(), tiles = shared.tree.count(0);
   // Splitting keys costs a second start and a merge: worth it from a few thousand keys on.
@@ -114,7 +91,7 @@ inline void forward_pass(const Call& call, const ForwardResult& result) {
   const int64_t tile_bytes = kTile * (call.D + shared.value_width) * int64_t(sizeof(C));
   int64_t slots = lesser(tiles, kCacheBytes / threads / greater<int64_t>(1, tile_bytes));
   slots = direct ? 1 : greater<int64_t>(1, slots);
-  Objects<ForwardWorker<X, C>> workers(threads);
+  Objects<ForwardWorker<C>> workers(threads);
   for (int w = 0; w < threads; ++w) workers[w].reset(shared, result, slots, direct);
   if (split)
     run_parts(shared, workers);

@@ -98,22 +98,16 @@ inline void gemm_rows(Left<C> a, Right<C> b, Target<C> c, int64_t K, int panels)
   }
 }
 
-template <class C, Into M, bool UnitInner>
-inline void gemm_dispatch(Left<C> a, Right<C> b, Target<C> c, int64_t K, int rows, int panels) {
+// c (rows x panels) (+)= a (rows x K) times b (K x panels). `rows` <= kStrip; 4 and 5 are computed as 6, so a and c
+// must have kStrip rows of storage. UnitInner: a.inner is 1.
+template <class C, Into M, bool UnitInner = true>
+inline void gemm(Left<C> a, Right<C> b, Target<C> c, int64_t K, int rows, int panels) {
   switch (rows) {
     case 1: return gemm_rows<C, 1, M, UnitInner>(a, b, c, K, panels);
     case 2: return gemm_rows<C, 2, M, UnitInner>(a, b, c, K, panels);
     case 3: return gemm_rows<C, 3, M, UnitInner>(a, b, c, K, panels);
     default: return gemm_rows<C, kStrip, M, UnitInner>(a, b, c, K, panels);
   }
-}
-
-// c (rows x panels) (+)= a (rows x K) times b (K x panels). `rows` <= kStrip; 4 and 5 are computed as 6, so a and c
-// must have kStrip rows of storage.
-template <class C, Into M>
-inline void gemm(Left<C> a, Right<C> b, Target<C> c, int64_t K, int rows, int panels) {
-  if (a.inner == 1) return gemm_dispatch<C, M, true>(a, b, c, K, rows, panels);
-  gemm_dispatch<C, M, false>(a, b, c, K, rows, panels);
 }
 
 }  // namespace linbias::LINBIAS_VARIANT

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The entry points of one variant. Compiled once per vector width; see variant.h.
-#include "backward_pass.h"
-#include "forward_pass.h"
+#include "pack.h"
+#include "passes.h"
 
 namespace linbias::LINBIAS_VARIANT {
 namespace {
@@ -11,19 +11,19 @@ namespace {
 
 void forward(const Call& call, const ForwardResult& result) {
   switch (call.dtype) {
-    case DType::f32: return forward_pass<float>(call, result);
-    case DType::f64: return forward_pass<double>(call, result);
-    case DType::bf16: return forward_pass<Bf16>(call, result);
-    case DType::f16: return forward_pass<Half>(call, result);
+    case DType::f32: return forward_pass(call, codec_of<float>(), result);
+    case DType::f64: return forward_pass(call, codec_of<double>(), result);
+    case DType::bf16: return forward_pass(call, codec_of<Bf16>(), result);
+    case DType::f16: return forward_pass(call, codec_of<Half>(), result);
   }
 }
 
 void backward(const Call& call, const BackwardCall& back) {
   switch (call.dtype) {
-    case DType::f32: return backward_pass<float>(call, back);
-    case DType::f64: return backward_pass<double>(call, back);
-    case DType::bf16: return backward_pass<Bf16>(call, back);
-    case DType::f16: return backward_pass<Half>(call, back);
+    case DType::f32: return backward_pass(call, codec_of<float>(), back);
+    case DType::f64: return backward_pass(call, codec_of<double>(), back);
+    case DType::bf16: return backward_pass(call, codec_of<Bf16>(), back);
+    case DType::f16: return backward_pass(call, codec_of<Half>(), back);
   }
 }
 

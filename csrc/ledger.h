@@ -8,7 +8,6 @@
 // tolerance times the weight of the keys it has visited. That weight only grows, so the promise holds in any order.
 #pragma once
 
-#include "pack.h"
 #include "rows.h"
 
 namespace linbias::LINBIAS_VARIANT {
@@ -47,18 +46,13 @@ class Bounds {
   }
 
   // Norms of the tiles of one (b, g), then of the nodes above.
-  template <class X>
-  void fill_tiles(const Call& call, int64_t b, int64_t g, int64_t first, int64_t last) {
-    const Rows<X> keys = rows_of(call.key.as<X>(), b, g);
+  void fill_tiles(const Call& call, const Codec<C>& codec, int64_t b, int64_t g, int64_t first, int64_t last) {
+    const Rows keys = codec.rows(call.key, b, g);
+    const uint8_t* mask = call.key_mask ? call.key_mask.at(b) : nullptr;
     C* norms = norms_.data() + (b * G_ + g) * nodes_;
     for (int64_t t = first; t < last; ++t) {
-      C rho = 0;
       const int64_t end = lesser<int64_t>(call.S, (t + 1) * kTile);
-      for (int64_t j = t * kTile; j < end; ++j) {
-        if (call.key_mask && !*call.key_mask.at(b, j)) continue;
-        rho = larger_or_nan(rho, norm_bound<X, C>(keys.at(j), keys.step, call.D));
-      }
-      norms[t] = rho;
+      norms[t] = codec.largest_norm(keys, t * kTile, end, call.D, mask, call.key_mask.stride[1]);
     }
   }
 

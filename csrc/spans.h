@@ -6,12 +6,12 @@
 // by pair, and whole superblocks are judged at once.
 #pragma once
 
-#include "arena.h"
-#include "elements.h"
+#include <cmath>
+
+#include "codec.h"
 
 namespace linbias::LINBIAS_VARIANT {
 
-constexpr int kTile = 64;  // keys of a tile
 constexpr int kFan = 16;   // children of a node
 constexpr int kMaxLevels = 8;
 

@@ -2,7 +2,6 @@
 """The ledgers: what is skipped, weighed in float64, never exceeds the tolerance. docs/proof.md names these tests."""
 
 import math
-from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -27,7 +26,7 @@ def exactly(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
     names = ("query", "key", "value", "slopes", "future_slopes", "query_positions", "key_positions")
     given = {name: getattr(operands, name) for name in names}
     wide = {name: given[name].double() for name in names if given[name] is not None and given[name].is_floating_point()}
-    exact = replace(operands, **wide)
+    exact = operands._replace(**wide)
     return Problem.of(exact, problem.options), exact
 
 
@@ -131,7 +130,7 @@ def test_nan_and_inf_are_visited(poison: float, where: str):
         slopes[1] = poison
     problem, operands = prepare(query, key, key, slopes, Request(causal=True))
     table = Plan.of_forward(Call.of(problem, operands)).visits.table
-    clean = Plan.of_forward(Call.of(problem, replace(operands, key=contents("normal", 1, 3, 3, 300, 300, 8)[1]))).visits
+    clean = Plan.of_forward(Call.of(problem, operands._replace(key=contents("normal", 1, 3, 3, 300, 300, 8)[1]))).visits
     if where == "key":
         assert table[1, :, 0].all(), "every strip must meet the poisoned block"
         assert not table[0, 4, 0], "other heads still skip it"

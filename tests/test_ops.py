@@ -37,8 +37,8 @@ def forward_call(inputs: Inputs, backend: str, *, grad: bool) -> tuple:
     problem, operands = inputs.resolve()
     if grad:
         leaves = {name: getattr(operands, name) for name in LEAVES if getattr(operands, name) is not None}
-        operands = replace(operands, **{name: leaf.detach().requires_grad_() for name, leaf in leaves.items()})
-    return (*operands.tensors(), *problem.options.values(), backend)
+        operands = operands._replace(**{name: leaf.detach().requires_grad_() for name, leaf in leaves.items()})
+    return (*operands, *problem.options, backend)
 
 
 class TestContracts:
@@ -300,7 +300,7 @@ class TestTheDirectPath:
         skip_unless_it_can(backend, inputs)
         problem, operands = inputs.resolve()
         direct = ops.attention(problem, operands, backends.select(backend, problem))
-        through = torch.ops.linbias.attention(*operands.tensors(), *problem.options.values(), backend)
+        through = torch.ops.linbias.attention(*operands, *problem.options, backend)
         for one, other in zip((direct.out, direct.lse, direct.skipped, direct.computed), through, strict=True):
             assert one.equal(other)
 

@@ -221,7 +221,7 @@ class TestFaultsAreFound:
 
             def faulty(problem, operands, change=change):
                 result = forward(problem, operands)
-                return replace(result, **{name: getattr(result, name) + more for name, more in change.items()})
+                return result._replace(**{name: getattr(result, name) + more for name, more in change.items()})
 
             monkeypatch.setattr(backends.tiled, "forward", faulty)
             with pytest.raises(AssertionError, match="skipped|computed"):
@@ -246,7 +246,7 @@ class TestFaultsAreFound:
 
             def faulty(problem, operands, error=error):
                 result = forward(problem, operands)
-                return replace(result, out=result.out + error * operands.value.abs().max())
+                return result._replace(out=result.out + error * operands.value.abs().max())
 
             monkeypatch.setattr(backends.tiled, "forward", faulty)
             if passes:

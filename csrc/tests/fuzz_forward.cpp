@@ -8,6 +8,7 @@
 
 #include "check.h"
 #include "forward_pass.h"
+#include "pack.h"
 
 using namespace linbias;
 using namespace linbias::LINBIAS_VARIANT;
@@ -182,7 +183,7 @@ void compare(Random& random, int number) {
   std::vector<X> out(rows * size_t(call.V));
   std::vector<C> lse(rows), skipped(rows);
   std::vector<int64_t> computed(size_t(call.B * call.H), 0);
-  forward_pass<X>(call, {out.data(), lse.data(), skipped.data(), computed.data()});
+  forward_pass(call, codec_of<X>(), {out.data(), lse.data(), skipped.data(), computed.data()});
   const Dropout dropout(call);
   const double eps = sizeof(C) == 4 ? 1.2e-7 : 2.3e-16, unit = sizeof(X) == 2 ? (std::is_same<X, Half>::value ? 1e-3 : 8e-3) : eps;
   std::vector<double> score(size_t(call.S));

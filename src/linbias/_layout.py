@@ -2,7 +2,6 @@
 """`Layout`: which token of which sequence is in which slot of a cache, and what that makes of a call to `attend`."""
 
 from collections.abc import Iterable
-from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ _WINDOWED = {
     "sinks": "the sinks were fixed with the cache, which evicts by them",
     "prefix": "the prefix may have been evicted",
 }
-_OPTIONS = {field.name for field in fields(Request)} - {"causal", "unbiased_marks"}
+_OPTIONS = frozenset(Request._fields) - {"causal", "unbiased_marks"}
 
 
 def column(counts: Counts) -> Counts:
@@ -213,8 +212,7 @@ def placed(storage: Storage, layout: Layout, request: Request, queries: int, ski
     count = check_count("unbiased", request.unbiased)
     if count:
         marks = (layout.index(rows) < count, layout.index(slots) < count)
-    return replace(
-        request,
+    return request._replace(
         query_positions=token_positions(storage, layout, rows),
         key_positions=token_positions(storage, layout, slots),
         key_mask=layout.real(slots),

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention with distances counted in the cache: sinks never move further away than the window is wide."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -24,10 +22,10 @@ def stream(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, request: R
     is_sink = torch.arange(key.shape[2], device=key.device) < sinks
     if query.shape[2] == 1:
         gap = (rows - cap).clamp_min(0)
-        request = replace(request, query_positions=rows - gap, key_positions=torch.where(is_sink, keys, keys - gap))
+        request = request._replace(query_positions=rows - gap, key_positions=torch.where(is_sink, keys, keys - gap))
         return attention.attend(query, key, value, slopes, request, backend)
     real = ~is_sink[None] if request.key_mask is None else request.key_mask & ~is_sink
-    near = attention.attend(query, key, value, slopes, replace(request, key_mask=real, sinks=0), backend)
+    near = attention.attend(query, key, value, slopes, request._replace(key_mask=real, sinks=0), backend)
     far = attention.attend(
         query,
         key[:, :, :sinks],
@@ -46,8 +44,7 @@ def _sinks_alone(request: Request, sinks: int, rows: Tensor) -> Request:
         return None if tensor is None else tensor[..., :sinks]
 
     marks = request.unbiased_marks
-    return replace(
-        request,
+    return request._replace(
         window=None,
         sinks=0,
         query_positions=rows,

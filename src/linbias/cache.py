@@ -2,7 +2,6 @@
 """`KVCache`: the keys and values of past tokens, kept so that a step reads no more of them than its heads can see."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -233,7 +232,7 @@ class KVCache:
         else:
             result = attention.attend(query, key, value, slopes, request, backend)
         if skip:
-            result = replace(result, skipped=result.skipped + spent)
+            result = result._replace(skipped=result.skipped + spent)
         return (result.out, Aux.of(result)) if return_aux else result.out
 
     def crop(self, length: int | Tensor) -> None:

@@ -53,7 +53,7 @@ def slope_rows(
             f"{name} must have shape ({size},), (1, {size}) or ({count}, {size}), one per query head, "
             f"got {tuple(slopes.shape)}; see alibi_slopes({size})"
         )
-    return rows.to(dtype)
+    return rows if rows.dtype == dtype else rows.to(dtype)
 
 
 def position_rows(

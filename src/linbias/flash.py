@@ -13,7 +13,6 @@ from the sequence's first key. Everywhere else it is the sum of the scores as do
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -307,7 +306,7 @@ class _Cache:
         columns = torch.arange(slots, device=device)[None]
         queries = used - start + steps
         real = (columns >= start) & (columns < used)
-        return queries, replace(request, query_positions=queries, key_positions=columns - start, key_mask=real)
+        return queries, request._replace(query_positions=queries, key_positions=columns - start, key_mask=real)
 
 
 def _check_layout(tensors: dict[str, Tensor], layout: str, dims: int) -> None:

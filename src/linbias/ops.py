@@ -17,6 +17,7 @@ from .errors import BackendUnavailable
 from .problem import OPERAND_NAMES, OPTION_NAMES, Operands, Options, Problem, Result, accumulating_dtype
 
 GRADIENT_NAMES: tuple[str, ...] = ("query", "key", "value", "slopes", "future_slopes")
+_PLAIN = (Tensor, torch.nn.Parameter)
 _REQUIRED = ("query", "key", "value", "slopes")
 _OPTION_TYPES = {
     "causal": "bool",
@@ -60,7 +61,7 @@ def attention(problem: Problem, operands: Operands, backend: Backend) -> Result:
     if _is_plain(operands):
         with full_precision(problem):
             return backend.forward(problem, operands)
-    outputs = torch.ops.linbias.attention(*operands.tensors(), *problem.options.values(), backend.NAME)
+    outputs = torch.ops.linbias.attention(*operands, *problem.options, backend.NAME)
     return Result(*outputs)
 
 
@@ -76,10 +77,13 @@ def _is_plain(operands: Operands) -> bool:
     """No gradient, tracer, transform or mode is watching real tensors, so the dispatcher's detour can be saved."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transforms_active():  # pyright: ignore
         return False
-    tensors = [tensor for tensor in operands.tensors() if tensor is not None]
-    if any(type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta for tensor in tensors):
-        return False
-    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+    graph = torch.is_grad_enabled()
+    for tensor in operands:
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN or tensor.is_meta or (graph and tensor.requires_grad):
+            return False
+    return True
 
 
 def transforms_active() -> bool:

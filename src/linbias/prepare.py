@@ -6,8 +6,7 @@ Every default is resolved and every rule checked here, once, for every door into
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,14 +23,13 @@ from .checks import (
     token_rows,
 )
 from .dropout import draw_seed
-from .problem import Operands, Options, Problem, accumulating_dtype, default_scale, transform_active
+from .problem import Operands, Options, Problem, accumulating_dtype, default_scale, default_tolerance, transform_active
 from .reach import KeyBounds
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Request:
+class Request(NamedTuple):
     """The options of `linbias.alibi_attention`, as the user gave them; documented there."""
 
     causal: bool
@@ -67,8 +65,7 @@ class Request:
         return Request(**options)
 
 
-# Outside the class: torch.compile does not trace fields() of a class.
-_USER_OPTIONS = frozenset(field.name for field in fields(Request)) - {"unbiased_marks"}
+_USER_OPTIONS = frozenset(Request._fields) - {"unbiased_marks"}
 
 
 def prepare(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, request: Request) -> tuple[Problem, Operands]:
@@ -81,7 +78,7 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, request: 
     query, key, value = _check_inputs(*_autocast(query, key, value))
     if request.key_bounds is not None and key.dtype != given.dtype:
         # Rounding may lengthen a key beyond the bound of what was given; the backend computes its own.
-        request = replace(request, key_bounds=None)
+        request = request._replace(key_bounds=None)
     options = _options(query, request)
     operands = _operands(query, key, value, slopes, request, options)
     return Problem.of(operands, options, transformed=transform_active()), operands
@@ -153,8 +150,7 @@ def _options(query: Tensor, request: Request) -> Options:
     dropout_p = _number("dropout_p", request.dropout_p, 0.0)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {request.dropout_p}")
-    eps = torch.finfo(accumulating_dtype(query.dtype)).eps
-    tolerance = _number("tolerance", request.tolerance, eps / 4)
+    tolerance = _number("tolerance", request.tolerance, default_tolerance(query.dtype))
     if not 0 <= tolerance < 1:
         raise ValueError(f"tolerance must be in [0, 1), a share of a row's softmax weight, got {request.tolerance}")
     left, right = check_window(request.window)
@@ -239,12 +235,13 @@ def _operands(
 
 def _positions(query: Tensor, key: Tensor, request: Request, options: Options) -> tuple[Tensor | None, Tensor | None]:
     """Both position tensors, or neither."""
-    batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
-    dtype, metric = accumulating_dtype(query.dtype), options.metric
+    metric = options.metric
     if metric is not None and request.key_positions is None:
         raise ValueError(f"key_positions must be given under metric={metric!r}; see grid_positions")
     if request.query_positions is None and request.key_positions is None:
         return None, None
+    batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
+    dtype = accumulating_dtype(query.dtype)
     if request.key_positions is None:
         key_rows = torch.arange(keys, device=query.device)[None]
     else:

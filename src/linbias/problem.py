@@ -10,14 +10,13 @@ V value dim, C coordinates. `b` in a shape is B or 1.
 """
 
 import math
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Operands:
+class Operands(NamedTuple):
     """The tensors of one call. Half-open choices are gone: shapes and dtypes are exactly as written here."""
 
     query: Tensor
@@ -58,13 +57,8 @@ class Operands:
     seed: Tensor | None = None
     """() int64: key of the dropout generator; given exactly when dropout_p > 0."""
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Every field in order, as the torch operators take them."""
-        return tuple([getattr(self, name) for name in OPERAND_NAMES])
 
-
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """The numbers of one call, all resolved."""
 
     causal: bool
@@ -90,13 +84,9 @@ class Options:
     bounds_block: int
     """Keys per block of the key bounds; 0 when there are none."""
 
-    def values(self) -> tuple[bool | int | float | str | None, ...]:
-        """Every field in order, as the torch operators take them."""
-        return tuple([getattr(self, name) for name in OPTION_NAMES])
 
-
-OPERAND_NAMES = tuple(field.name for field in fields(Operands))
-OPTION_NAMES = tuple(field.name for field in fields(Options))
+OPERAND_NAMES = Operands._fields
+OPTION_NAMES = Options._fields
 
 
 def accumulating_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -104,8 +94,7 @@ def accumulating_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """Frozen facts of one call, from metadata alone: what `why_not` and the kernels decide by."""
 
     options: Options
@@ -155,12 +144,11 @@ class Problem:
 
     @property
     def default_tolerance(self) -> float:
-        """A quarter of the accumulator's eps: skipping that is invisible beside rounding."""
-        return torch.finfo(self.accumulator).eps / 4
+        """See the function of that name."""
+        return default_tolerance(self.dtype)
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """What a backend's forward returns."""
 
     out: Tensor
@@ -173,8 +161,7 @@ class Result:
     """(B, H) int64: query-key pairs whose score was evaluated."""
 
 
-@dataclass(frozen=True)
-class Gradients:
+class Gradients(NamedTuple):
     """What a backend's backward returns; None for what was not asked."""
 
     query: Tensor | None
@@ -187,6 +174,11 @@ class Gradients:
     """(b, H), accumulating dtype, summed over what `slopes` was broadcast to."""
     future_slopes: Tensor | None
     """(b, H), accumulating dtype."""
+
+
+def default_tolerance(dtype: torch.dtype) -> float:
+    """A quarter of the accumulator's eps: skipping that is invisible beside rounding."""
+    return (2**-52 if dtype == torch.float64 else 2**-23) / 4
 
 
 def default_scale(head_dim: int) -> float:

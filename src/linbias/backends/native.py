@@ -5,7 +5,10 @@ This file turns one Problem into addresses, shapes and strides; the kernels do t
 are read where they are.
 """
 
+from collections.abc import Iterable
+from functools import cache
 from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -18,7 +21,6 @@ COMPOSITE = False
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 # Looked for, not loaded: asking why_not imports no kernel.
 _BUILT = find_spec("linbias._native") is not None
-_METRICS = {None: 0, "euclidean": 1, "manhattan": 2}
 
 _View = tuple[int, torch.Size, tuple[int, ...]]
 
@@ -38,15 +40,13 @@ def why_not(problem: Problem) -> str | None:
 
 def forward(problem: Problem, operands: Operands) -> Result:
     """One pass over the visible tiles; see csrc/forward.h."""
-    from linbias import _native
-
-    batch, heads, queries, accumulator = problem.batch, problem.heads, problem.queries, problem.accumulator
-    out = torch.empty((batch, heads, queries, problem.value_dim), dtype=problem.dtype, device="cpu")
-    lse = torch.empty((batch, heads, queries), dtype=accumulator, device="cpu")
-    skipped = torch.empty((batch, heads, queries), dtype=accumulator, device="cpu")
-    computed = torch.zeros((batch, heads), dtype=torch.int64, device="cpu")
+    # Sizes one by one and no keywords: a small call costs little more than its four results.
+    rows = (problem.batch, problem.heads, problem.queries)
+    out = operands.query.new_empty(*rows, problem.value_dim)
+    lse, skipped = operands.slopes.new_empty(*rows), operands.slopes.new_empty(*rows)
+    computed = operands.query.new_empty(rows[:2], dtype=torch.int64)
     results = (out.data_ptr(), lse.data_ptr(), skipped.data_ptr(), computed.data_ptr())
-    _native.forward(_sizes(problem, operands), _numbers(problem), _views(operands), results, _variant)
+    _kernels().forward(_environment(problem), problem.options, _views(operands), results)
     return Result(out, lse, skipped, computed)
 
 
@@ -60,8 +60,6 @@ def backward(
     needs: tuple[bool, ...],
 ) -> Gradients:
     """Gradients in one pass of five products a tile, recomputed from the saved output and lse; see csrc/backward.h."""
-    from linbias import _native
-
     accumulator = problem.accumulator
     rows = (problem.batch, problem.heads)
     shapes = (operands.query.shape, operands.key.shape, operands.value.shape, rows, rows)
@@ -70,9 +68,9 @@ def backward(
         torch.empty(shape, dtype=dtype, device="cpu") if need else None
         for shape, dtype, need in zip(shapes, dtypes, needs, strict=True)
     ]
-    saved = (_view(out), _view(grad_out), _view(lse), _view(grad_lse))
+    saved = _views((out, grad_out, lse, grad_lse))
     results = tuple(None if gradient is None else gradient.data_ptr() for gradient in gradients)
-    _native.backward(_sizes(problem, operands), _numbers(problem), _views(operands), saved, results, _variant)
+    _kernels().backward(_environment(problem), problem.options, _views(operands), saved, results)
     # Slopes that the batch shares sum what the items found.
     for place, slopes in ((3, operands.slopes), (4, operands.future_slopes)):
         gradient = gradients[place]
@@ -85,59 +83,16 @@ def backward(
 _variant = ""
 
 
-def _sizes(problem: Problem, operands: Operands) -> tuple[int, ...]:
-    positions = operands.query_positions
-    return (
-        _DTYPES[problem.dtype],
-        problem.batch,
-        problem.heads,
-        problem.kv_heads,
-        problem.queries,
-        problem.keys,
-        problem.head_dim,
-        problem.value_dim,
-        positions.shape[-1] if positions is not None and problem.options.metric is not None else 0,
-        torch.get_num_threads(),
-    )
+@cache
+def _kernels() -> ModuleType:
+    from linbias import _native
+
+    return _native
 
 
-def _numbers(problem: Problem) -> tuple[bool | int | float | None, ...]:
-    options = problem.options
-    return (
-        options.causal,
-        options.left,
-        options.right,
-        options.sinks,
-        options.prefix,
-        _METRICS[options.metric],
-        options.scale,
-        options.softcap,
-        options.dropout_p,
-        options.tolerance,
-        options.bounds_block,
-    )
+def _environment(problem: Problem) -> tuple[int, int, str]:
+    return _DTYPES[problem.dtype], torch.get_num_threads(), _variant
 
 
-def _view(tensor: Tensor | None) -> _View | None:
-    return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride())
-
-
-def _views(operands: Operands) -> tuple[_View | None, ...]:
-    return (
-        _view(operands.query),
-        _view(operands.key),
-        _view(operands.value),
-        _view(operands.slopes),
-        _view(operands.future_slopes),
-        _view(operands.query_positions),
-        _view(operands.key_positions),
-        _view(operands.query_segments),
-        _view(operands.key_segments),
-        _view(operands.key_mask),
-        _view(operands.attn_mask),
-        _view(operands.key_ranks),
-        _view(operands.query_unbiased),
-        _view(operands.key_unbiased),
-        _view(operands.bound_norms),
-        _view(operands.seed),
-    )
+def _views(tensors: Iterable[Tensor | None]) -> tuple[_View | None, ...]:
+    return tuple([None if each is None else (each.data_ptr(), each.shape, each.stride()) for each in tensors])

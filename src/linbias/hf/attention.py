@@ -2,7 +2,6 @@
 """The attention of a patched layer: ours, or the family's own formula a few query rows at a time."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -98,8 +97,7 @@ def _visible(operands: Operands, options: Options, block: slice) -> Tensor:
     """(b, h, t, S) bool for some query rows."""
     query_positions, key_positions = token_positions(operands)
     mask, segments = operands.attn_mask, operands.query_segments
-    part = replace(
-        operands,
+    part = operands._replace(
         query=operands.query[:, :, block],
         query_positions=query_positions[:, block],
         key_positions=key_positions,

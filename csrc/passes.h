@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+// The passes of one variant, by compute type. Each is compiled in a file of its own, so that a build uses every core.
+#pragma once
+
+#include "codec.h"
+
+namespace linbias::LINBIAS_VARIANT {
+
+template <class C>
+void forward_pass(const Call& call, const Codec<C>& codec, const ForwardResult& result);
+template <class C>
+void backward_pass(const Call& call, const Codec<C>& codec, const BackwardCall& back);
+
+}  // namespace linbias::LINBIAS_VARIANT
