@@ -320,6 +320,44 @@ class TestTheDirectPath:
         assert "linbias.attention.default" in seen
 
     @every_kernel
+    def test_a_tensor_that_is_negative_by_a_mark_is_read_as_such(self, backend: str):
+        lazy = torch.randn(1, 2, 9, 4, dtype=torch.complex64).conj().imag
+        assert lazy.is_neg()
+        for place in range(3):
+            given = [torch.randn(1, 2, 9, 4) for _ in range(3)]
+            given[place] = lazy
+            found = alibi_attention(*given, alibi_slopes(2), causal=True, backend=backend)
+            resolved = [tensor.resolve_neg() for tensor in given]
+            assert found.equal(alibi_attention(*resolved, alibi_slopes(2), causal=True, backend=backend))
+
+    @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # shapes become constants, as in any trace
+    @every_kernel
+    def test_a_jit_trace_records_the_operator(self, backend: str):
+        def call(query):
+            return alibi_attention(query, query, query, alibi_slopes(2), causal=True, backend=backend)
+
+        traced = torch.jit.trace(call, torch.randn(1, 2, 9, 4), check_trace=False)
+        query = torch.randn(1, 2, 9, 4)
+        assert traced(query).equal(call(query))
+
+    @every_kernel
+    @cases
+    def test_gradients_are_the_operators(self, backend: str, case: Case):
+        inputs = make_inputs(case)
+        skip_unless_it_can(backend, inputs)
+        problem, operands = inputs.resolve()
+        names = [name for name in LEAVES if getattr(operands, name) is not None]
+        operands = operands._replace(**{n: getattr(operands, n).detach().requires_grad_() for n in names})
+        leaves = [getattr(operands, name) for name in names]
+        direct = ops.attention(problem, operands, backends.select(backend, problem))
+        assert "Eager" in type(direct.out.grad_fn).__name__
+        through = torch.ops.linbias.attention(*operands, *problem.options, backend)
+        grads = (inputs.grad_out, inputs.grad_lse)
+        found = torch.autograd.grad((direct.out, direct.lse), leaves, grads)
+        for one, other in zip(found, torch.autograd.grad(through[:2], leaves, grads), strict=True):
+            assert one.equal(other)
+
+    @every_kernel
     def test_subclasses_go_through_the_operator(self, backend: str):
         class Marked(torch.Tensor):
             pass

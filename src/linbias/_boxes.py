@@ -142,7 +142,8 @@ def maybe_visible(options: Options, attn_mask: Tensor | None, rows: Boxes, keys:
     """(b, h, I, J) bool, h = 1 or H: False only where no query of the strip sees a key of the block."""
     earliest = rows.low[..., 0].unsqueeze(2) - keys.high[..., 0].unsqueeze(1)
     latest = rows.high[..., 0].unsqueeze(2) - keys.low[..., 0].unsqueeze(1)
-    visible = (keys.low[..., 0] < torch.inf).unsqueeze(1) & (rows.low[..., 0] < torch.inf).unsqueeze(2)
+    # As `!=`, so that a tile with a NaN coordinate is visited.
+    visible = (keys.low[..., 0] != torch.inf).unsqueeze(1) & (rows.low[..., 0] != torch.inf).unsqueeze(2)
     rank = None if keys.first_rank is None else keys.first_rank.unsqueeze(1)
     if options.causal:
         allowed = latest >= 0

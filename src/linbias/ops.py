@@ -6,6 +6,7 @@ the backend's name, so their schemas are written by those dataclasses. Schema, s
 rule live here and nowhere else. The composite backend needs none of this: autograd and the tracers see through it.
 """
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -58,11 +59,12 @@ def attention(problem: Problem, operands: Operands, backend: Backend) -> Result:
     if backend.COMPOSITE:
         with full_precision(problem):
             return backend.forward(problem, operands)
-    if _is_plain(operands):
-        with full_precision(problem):
-            return backend.forward(problem, operands)
-    outputs = torch.ops.linbias.attention(*operands, *problem.options, backend.NAME)
-    return Result(*outputs)
+    if not _is_plain(operands):
+        return Result(*torch.ops.linbias.attention(*operands, *problem.options, backend.NAME))
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in operands):
+        return Result(*_Eager.apply(*operands, *problem.options, backend.NAME))
+    with full_precision(problem):
+        return backend.forward(problem, operands)
 
 
 def full_precision(problem: Problem) -> AbstractContextManager[Any]:
@@ -73,17 +75,27 @@ def full_precision(problem: Problem) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False)
 
 
-def _is_plain(operands: Operands) -> bool:
-    """No gradient, tracer, transform or mode is watching real tensors, so the dispatcher's detour can be saved."""
+def _is_plain(tensors: Iterable[Tensor | None]) -> bool:
+    """No tracer, transform or mode is watching real tensors, so the dispatcher's detour can be saved.
+
+    It costs several times a small call. Tensors that are negative or zero by a mark, not by their memory, need it.
+    """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transforms_active():  # pyright: ignore
         return False
-    graph = torch.is_grad_enabled()
-    for tensor in operands:
-        if tensor is None:
-            continue
-        if type(tensor) not in _PLAIN or tensor.is_meta or (graph and tensor.requires_grad):
-            return False
-    return True
+    if torch._C._get_tracing_state() is not None:  # pyright: ignore
+        return False
+    return not any(
+        tensor is not None
+        and (
+            type(tensor) not in _PLAIN
+            or tensor.is_meta
+            or tensor.is_neg()
+            or tensor._is_zerotensor()
+            or torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore
+            or torch._C._functorch.is_legacy_batchedtensor(tensor)  # pyright: ignore
+        )
+        for tensor in tensors
+    )
 
 
 def transforms_active() -> bool:
@@ -130,9 +142,20 @@ def _differentiate(
     needs = [ctx.needs_input_grad[OPERAND_NAMES.index(name)] for name in GRADIENT_NAMES]
     if grad_out is None and grad_lse is None:
         return (None,) * len(ctx.needs_input_grad)
-    gradients = torch.ops.linbias.attention_backward(grad_out, grad_lse, out, lse, *tensors, *ctx.rest, needs)
+    call = (grad_out, grad_lse, out, lse, *tensors, *ctx.rest, needs)
+    # Where a gradient of gradients is asked for, the operator is what refuses it.
+    direct = not torch.is_grad_enabled() and _is_plain((grad_out, grad_lse, out, lse, *tensors))
+    gradients = _backward(*call) if direct else torch.ops.linbias.attention_backward(*call)
     found = {name: got for name, got, need in zip(GRADIENT_NAMES, gradients, needs, strict=True) if need}
     return (*(found.get(name) for name in OPERAND_NAMES), *(None,) * len(ctx.rest))
+
+
+class _Eager(torch.autograd.Function):
+    """The operator with its gradient, without the dispatcher: the same functions."""
+
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_differentiate)  # pyright: ignore[reportAssignmentType]  (each output has a name)
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:

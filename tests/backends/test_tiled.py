@@ -19,6 +19,7 @@ from linbias.bias import dense_penalty, token_positions
 from linbias.prepare import Request, prepare
 from linbias.problem import Operands, Problem
 from linbias.testing import Case, Judge, make_inputs
+from tests.every import why_not
 from tests.ledger_calls import calls, contents
 from tests.test_ledger import exact_weights, exactly
 
@@ -249,3 +250,38 @@ def test_rows_that_see_nothing_between_rows_that_do():
     out, aux = alibi_attention(query, key, key, alibi_slopes(2), causal=True, backend="tiled", return_aux=True)
     assert out[:, :, :130].eq(0).all() and aux.lse[:, :, :130].eq(-math.inf).all()
     assert aux.lse[:, :, 130:].isfinite().all()
+
+
+def test_slope_gradients_do_not_lose_what_a_far_lse_lost():
+    """All keys 10,000 away: the lse is so large that it is rounded by more than the weights deserve."""
+    case = Case(positions="away", causal=True, slopes="steeper")
+    Judge.of(make_inputs(case)).assert_conforms("tiled")
+
+
+@pytest.mark.parametrize("backend", ["tiled", "native"])
+def test_only_the_lse_has_a_gradient_and_values_play_no_part(backend: str):
+    if (reason := why_not(backend, make_inputs(Case()))) is not None:
+        pytest.skip(reason)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 33, 8, generator=generator) for _ in range(3))
+    value[0, 1, 5, 3] = math.nan
+    gradients = {}
+    for name in (backend, "reference"):
+        leaves = [tensor.clone().requires_grad_() for tensor in (query, key)]
+        slopes = alibi_slopes(2).requires_grad_()
+        _, aux = alibi_attention(*leaves, value, slopes, causal=True, backend=name, return_aux=True)
+        gradients[name] = torch.autograd.grad(aux.lse.square().sum(), (*leaves, slopes))
+    for found, wanted in zip(gradients[backend], gradients["reference"], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_key_at_no_place_is_seen_by_all():
+    """A NaN coordinate makes every distance NaN, and so every output; it must not hide in a box that is far away."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 1, 400, 8, generator=generator) for _ in range(3))
+    places = 400 * torch.rand(400, 2, generator=generator)
+    places[390, 0] = math.nan
+    options = {"causal": False, "metric": "euclidean", "key_positions": places}
+    options["query_positions"] = places.nan_to_num(200.0)
+    out = alibi_attention(query, key, value, torch.ones(1), **options, backend="tiled")
+    assert out.isnan().all()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ import torch
 from linbias import alibi_slopes
 from linbias.cli import main
 from linbias.lab.bench import Unfit, bench, describe, write_report
+from linbias.lab.bench import memory as bench_memory
 from linbias.lab.bench import run as bench_run
 from linbias.lab.bench.inputs import Content, normal, trained
 from linbias.lab.bench.memory import in_fresh_process
@@ -23,9 +25,9 @@ EAGER = [peer for peer in PEERS if peer.name == "eager formula"]
 CHANNEL = [peer for peer in PEERS if peer.name == "bias as extra channel"]
 
 
-def record(*timings, figures=(), finished=True):
+def record(*timings, figures=(), threads=1):
     found = Found(timings=list(timings), figures=list(figures), memory_mib={"abacus at 64": 3.0}, not_run={"a": "b"})
-    return Record(settings="s", machine={"processor": "abacus"}, found={"job": found}, finished=finished)
+    return Record(settings="s", machine={"processor": "abacus", "threads used": threads}, found={"job": found})
 
 
 def timing(implementation="linbias native", length=1024, seconds=2.0, baseline=5.0, **more):
@@ -90,6 +92,22 @@ def test_what_fails_is_told_and_what_has_no_backward_too():
     assert found.not_run["one way, backward"] == "torch has none on CPU"
 
 
+def test_what_fails_only_in_its_backward_is_told_too():
+    def no_gradient(content):
+        return lambda query, key, value: torch.zeros_like(query)
+
+    found = race(normal(33), [Contender("flat", no_gradient, 100), *EAGER], BOTH, 1, record())
+    assert [each.implementation for each in found.timings] == ["eager formula"]
+    assert "does not require grad" in found.not_run["flat, forward + backward at 33 tokens"]
+
+
+def test_what_dies_in_its_own_process_is_told(monkeypatch):
+    monkeypatch.setattr(bench_memory, "_LENGTHS", (64,))
+    monkeypatch.setattr(bench_memory, "PLAIN", Contender("no such contender", EAGER[0].make, 100))
+    found = bench_memory.compare([])
+    assert found.memory_mib == {} and "ValueError" in found.not_run["memory, no such contender at 64"]
+
+
 def test_beyond_the_baselines_length_its_square_growth_stands_in(monkeypatch):
     known = record(timing(length=11, baseline=2.0), timing(length=10, baseline=9.0))
     short = Contender(PLAIN.name, PLAIN.make, 11)
@@ -144,7 +162,7 @@ def test_a_run_measures_both_ways_at_each_length_and_leaves_no_trace(quick_run):
     threads = torch.get_num_threads()
     found = bench(quick_run)
     assert torch.get_num_threads() == threads
-    assert found.finished and [(t.implementation, t.direction, t.length) for t in found.timings] == [
+    assert [(t.implementation, t.direction, t.length) for t in found.timings] == [
         (name, direction, length)
         for length in (33, 57)
         for direction in (FORWARD, BOTH)
@@ -167,9 +185,15 @@ def test_an_interrupted_run_goes_on_and_a_finished_one_begins_anew(quick_run, mo
     monkeypatch.setattr(bench_run, "race", counting)
     with pytest.raises(Interrupted, match="stopped after 2 of 4 measurements, saved"):
         bench(quick_run)
-    first = Record.read(quick_run.out / "results.json")
-    assert not first.finished and len(first.found) == 2
+    (unfinished,) = quick_run.out.iterdir()
+    first = Record.read(unfinished)
+    assert len(first.found) == 2
+    # Another command in between neither uses nor loses it.
+    other = replace(quick_run, lengths=(19,), parts=("forward",))
+    assert list(bench(other).found) == ["forward, 19 tokens"]
+    assert timed.pop() == (19, FORWARD)
     second = bench(quick_run)
+    assert [path.name for path in quick_run.out.iterdir()] == ["results.json"]
     assert timed[3:] == [(57, FORWARD), (57, BOTH)]
     assert list(second.found.items())[:2] == list(first.found.items())
     bench(quick_run)
@@ -199,6 +223,21 @@ def test_a_backend_that_cannot_run_is_refused_by_name(monkeypatch, tmp_path, cap
     monkeypatch.setattr("linbias.backends.native.why_not", lambda problem: "has no hands")
     assert main(["bench", "--quick", "--backends", "native", "--out", str(tmp_path)]) == 1
     assert "backend 'native' cannot run this call: has no hands" in capsys.readouterr().err
+
+
+def test_what_leaves_nothing_to_measure_is_an_error(tmp_path):
+    for parts, lengths in ((("figures",), None), (("training",), (9000,))):
+        with pytest.raises(ConfigError, match="nothing is left to measure: .*native.*8,192 tokens"):
+            bench(BenchCommand(parts=parts, lengths=lengths, backends=("tiled",), out=tmp_path))
+
+
+def test_goals_are_for_one_thread():
+    assert "goal" in describe(record(timing())) and "goal" not in describe(record(timing(), threads=2))
+
+
+def test_the_forecast_counts_only_what_will_run(tmp_path):
+    jobs = bench_run._plan(BenchCommand(out=tmp_path), ["native", "tiled"], record())
+    assert 5 < sum(job.cost for job in jobs) / 60 < 40
 
 
 @pytest.mark.parametrize("setting", [{"lengths": ()}, {"lengths": (0,)}, {"threads": 0}, {"parts": ()}])

@@ -23,8 +23,8 @@ from ._tiled_plan import Rectangle
 class Running:
     """What a backward reads for each row, and adds up."""
 
-    grad_out: Tensor
-    """(L, T, V)."""
+    grad_out: Tensor | None
+    """(L, T, V); None: only the lse has a gradient, and values play no part."""
     lse: Tensor
     """(L, T); inf for rows that saw nothing."""
     shift: Tensor
@@ -44,10 +44,11 @@ class Running:
         dtype = call.query.dtype
         lse = lse.flatten(0, 1)
         blind = lse == -torch.inf
-        flat = flat_heads(torch.zeros_like(out) if grad_out is None else grad_out, dtype)
-        # Nothing may come from rows that saw nothing: 0 * NaN is NaN in the products.
-        flat = flat.masked_fill(blind.unsqueeze(-1), 0.0)
-        shift = (flat * out.to(dtype).flatten(0, 1)).sum(-1)
+        flat, shift = None, torch.zeros_like(lse)
+        if grad_out is not None:
+            # Nothing may come from rows that saw nothing: 0 * NaN is NaN in the products.
+            flat = flat_heads(grad_out, dtype).masked_fill(blind.unsqueeze(-1), 0.0)
+            shift = (flat * out.to(dtype).flatten(0, 1)).sum(-1)
         if grad_lse is not None:
             shift = shift - grad_lse.to(dtype).flatten(0, 1).masked_fill(blind, 0.0)
         return Running(
@@ -94,7 +95,7 @@ def backward_piece(call: Call, piece: Rectangle, running: Running, needs: tuple[
     lanes, rows, device = piece.lanes, piece.rows, call.problem.device
     chosen, kv, cols = index(lanes, device), kv_index(call, lanes), columns(piece.runs, device)
     query, key, value = call.query[chosen, rows], call.key[:, cols][kv], call.value[:, cols][kv]
-    grad_out = running.grad_out[chosen, rows]
+    grad_out = None if running.grad_out is None else running.grad_out[chosen, rows]
     pairs = Pairs.of(call, lanes, rows, cols)
     content, tanh = scores(call, pairs, query, key)
     weights = content.sub_(running.lse[chosen, rows].unsqueeze(-1)).exp_()
@@ -103,12 +104,16 @@ def backward_piece(call: Call, piece: Rectangle, running: Running, needs: tuple[
         total = weights.sum(-1, keepdim=True)
         weights.div_(total.masked_fill_(total == 0, 1.0))
     kept = keep(call, lanes, rows, cols)
-    if needs[2]:
-        _add_keys(call, running.value, lanes, cols, (weights if kept is None else weights * kept).mT @ grad_out)
-    grad = torch.bmm(grad_out, value.mT)
-    if kept is not None:
-        grad.mul_(kept)
-    grad.sub_(running.shift[chosen, rows].unsqueeze(-1)).mul_(weights)
+    shift = running.shift[chosen, rows].unsqueeze(-1)
+    if grad_out is None:
+        grad = weights * -shift
+    else:
+        if needs[2]:
+            _add_keys(call, running.value, lanes, cols, (weights if kept is None else weights * kept).mT @ grad_out)
+        grad = torch.bmm(grad_out, value.mT)
+        if kept is not None:
+            grad.mul_(kept)
+        grad.sub_(shift).mul_(weights)
     if pairs.hidden is not None:
         # A hidden key's value may be anything finite, so its product may be inf, and inf * 0 is NaN.
         grad.masked_fill_(pairs.hidden, 0.0)

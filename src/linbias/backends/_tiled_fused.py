@@ -127,7 +127,8 @@ def _blind_rows(problem: Problem, band: Band) -> Tensor | None:
 
 def backward(call: Call, plan: Bands, out: Tensor, running: Running) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (L, T, D), (K, S, D), (K, S, V); out and lse are the whole rows', so each band adds its exact part."""
-    problem, grad_query = call.problem, running.query
+    problem, grad_query, grad_out = call.problem, running.query, running.grad_out
+    assert grad_out is not None, "the plain engine takes calls in which only the lse has a gradient"
     # Overlapping tiles add into views a whole number of tiles long, which may end beyond the last key.
     room = max([band.rows for band in (*plan.near, *plan.far)], default=0)
     longer = (call.key.shape[0], problem.keys + room, problem.head_dim)
@@ -139,7 +140,7 @@ def backward(call: Call, plan: Bands, out: Tensor, running: Running) -> tuple[Te
             query, key, value, mask = _views(call, bias, piece, tuple(lanes))
             assert _BACKWARD is not None
             found = _BACKWARD(
-                _tiles(running.grad_out, chosen, piece),
+                _tiles(grad_out, chosen, piece),
                 query,
                 key,
                 value,

@@ -163,25 +163,56 @@ def keep(call: Call, lanes: tuple[int, ...], rows: slice, cols: Columns) -> Tens
     return kept.to(call.query.dtype).div_(1 - problem.options.dropout_p)
 
 
-def forward_piece(call: Call, piece: Rectangle, out: Tensor, lse: Tensor, *, with_value: bool = True) -> None:
-    """Merge a rectangle's part into the running (L, T, V) output and (L, T) lse; the latter alone if not with_value."""
+@dataclass(frozen=True)
+class Softmax:
+    """A softmax under way, relative to the largest score so far: normalised once, at the end, by the sum as it is.
+
+    Dividing by exp(lse) instead would multiply the output by the rounding of the lse, which grows with the distance.
+    """
+
+    peak: Tensor
+    """(L, T): the largest score; -inf before any."""
+    weight: Tensor
+    """(L, T): sum of exp(score - peak)."""
+    out: Tensor | None
+    """(L, T, V): sum of exp(score - peak) * value; None where only the lse is wanted."""
+
+    @staticmethod
+    def of(call: Call, lanes: int, *, with_value: bool = True) -> "Softmax":
+        """Before any key."""
+        rows = (lanes, call.problem.queries)
+        out = call.query.new_zeros((*rows, call.problem.value_dim)) if with_value else None
+        return Softmax(call.query.new_full(rows, -torch.inf), call.query.new_zeros(rows), out)
+
+    @property
+    def lse(self) -> Tensor:
+        """(L, T); -inf where nothing was visible."""
+        return self.peak + self.weight.log()
+
+    def mean(self) -> Tensor:
+        """(L, T, V): the output; 0 where nothing was visible."""
+        assert self.out is not None
+        return self.out / torch.where(self.weight == 0, 1.0, self.weight).unsqueeze(-1)
+
+
+def forward_piece(call: Call, piece: Rectangle, running: Softmax) -> None:
+    """Merge a rectangle's part into the softmax of its rows."""
     lanes, rows = piece.lanes, piece.rows
     chosen, kv = index(lanes, call.problem.device), kv_index(call, lanes)
     cols = columns(piece.runs, call.problem.device)
     pairs = Pairs.of(call, lanes, rows, cols)
     weights, _ = scores(call, pairs, call.query[chosen, rows], call.key[:, cols][kv])
-    peak = weights.amax(-1)
-    old = lse[chosen, rows]
-    part = weights.sub_(torch.where(peak == -torch.inf, 0.0, peak).unsqueeze(-1)).exp_()
-    part_lse = part.sum(-1).log_().add_(peak)
-    total = torch.logaddexp(old, part_lse)
-    lse[chosen, rows] = total
-    if not with_value:
+    old = running.peak[chosen, rows]
+    peak = torch.maximum(old, weights.amax(-1))
+    shift = torch.where(peak == -torch.inf, 0.0, peak)
+    part = weights.sub_(shift.unsqueeze(-1)).exp_()
+    fade = (old - shift).exp()
+    running.weight[chosen, rows] = running.weight[chosen, rows] * fade + part.sum(-1)
+    running.peak[chosen, rows] = peak
+    if running.out is None:
         return
-    shift = torch.where(total == -torch.inf, 0.0, total)
     kept = keep(call, lanes, rows, cols)
     if kept is not None:
         part.mul_(kept)
     fresh = torch.bmm(part, call.value[:, cols][kv])
-    fresh.mul_(torch.where(peak == -torch.inf, 0.0, peak - shift).exp().unsqueeze(-1))
-    out[chosen, rows] = fresh + out[chosen, rows] * (old - shift).exp().unsqueeze(-1)
+    running.out[chosen, rows] = fresh.add_(running.out[chosen, rows] * fade.unsqueeze(-1))

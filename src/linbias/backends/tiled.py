@@ -21,7 +21,7 @@ from ..reach import upper_norms
 from . import _tiled_fused as fused
 from ._tiled_backward import Running, backward_piece
 from ._tiled_call import Call, batch_lanes, flat_heads
-from ._tiled_pairs import forward_piece, pieces
+from ._tiled_pairs import Softmax, forward_piece, pieces
 from ._tiled_plan import Rectangle, bands, rectangles
 from ._tiled_unseen import without_unseen
 
@@ -43,9 +43,9 @@ def forward(problem: Problem, operands: Operands) -> Result:
     """Visit the nearest tiles, and of the others those that could matter."""
     call = without_unseen(Call.of(problem, operands))
     lanes = problem.batch * problem.heads
-    out = call.query.new_zeros((lanes, problem.queries, problem.value_dim))
-    lse = call.query.new_full((lanes, problem.queries), -math.inf)
-    computed, skipped = [0] * lanes, torch.zeros_like(lse)
+    running = Softmax.of(call, lanes)
+    computed, skipped = [0] * lanes, torch.zeros_like(running.peak)
+    out, lse = None, running.lse
     if lanes * problem.queries * problem.keys > 0:
         plan = Plan.of_forward(call)
         skipped = _skipped(plan.visits, lse)
@@ -55,9 +55,11 @@ def forward(problem: Problem, operands: Operands) -> Result:
             computed = banded.pairs(lanes)
         else:
             for piece in _pieces(problem, plan.visits):
-                forward_piece(call, piece, out, lse)
+                forward_piece(call, piece, running)
                 for lane in piece.lanes:
                     computed[lane] += (piece.rows.stop - piece.rows.start) * piece.width
+            lse = running.lse
+    out = running.mean() if out is None else out
     shape = (problem.batch, problem.heads)
     return Result(
         out=out.unflatten(0, shape).to(problem.dtype),
@@ -83,7 +85,7 @@ def backward(
         return running.gradients(call, needs)
     slopes_too = needs[3] or needs[4]
     plan = Plan.of_backward(call, lse, slopes_too=slopes_too)
-    if plan.fusible and not slopes_too and grad_lse is None:
+    if plan.fusible and not slopes_too and grad_lse is None and grad_out is not None:
         found = fused.backward(call, bands(problem, plan.visits), flat_heads(out, lse.dtype), running)
         return fused.gradients(problem, found, needs)
     # Nothing may come from a query that saw nothing, whatever it holds.
@@ -155,16 +157,15 @@ def _sampled_mass(call: Call, keys: Keys, norms: Tensor) -> Tensor:
     rows = Boxes.of_queries(operands, strip)
     possible = maybe_visible(problem.options, operands.attn_mask, rows, keys.boxes).any(1)
     nearest = torch.where(possible, gaps(rows, keys.boxes, problem.options.metric).near, math.inf).argmin(-1)
-    lse = norms.new_full(norms.shape, -math.inf)
-    flat = lse.flatten(0, 1)
+    running = Softmax.of(call, problem.batch * problem.heads, with_value=False)
     for item, blocks in enumerate(nearest.tolist()):
         lanes = batch_lanes(problem, item if len(nearest) > 1 else None)
         for place, chosen in enumerate(blocks):
             span = slice(place * strip, min((place + 1) * strip, problem.queries))
             run = (chosen * block, min((chosen + 1) * block, problem.keys))
             for piece in pieces(Rectangle(lanes, span, (run,)), _budget(problem)):
-                forward_piece(call, piece, flat, flat, with_value=False)
-    return rounded_mass(problem, keys, norms, lse)
+                forward_piece(call, piece, running)
+    return rounded_mass(problem, keys, norms, running.lse.view_as(norms))
 
 
 def _pieces(problem: Problem, visits: Visits) -> Iterator[Rectangle]:

@@ -240,7 +240,7 @@ class BenchCommand:
     """
 
     quick: bool = False
-    """Two short lengths and few repetitions; the figures and the memory stay as they are."""
+    """Few repetitions, and two short lengths if none are given; the figures and the memory stay as they are."""
     lengths: tuple[int, ...] | None = None
     """Tokens; 512 to 131,072 if not given. Each implementation leaves out what would take it minutes."""
     parts: tuple[BenchPart, ...] = ALL_PARTS

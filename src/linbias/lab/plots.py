@@ -20,60 +20,61 @@ _LOOKS = {
     "learned": ("#009E73", "^"),
     "none": ("#7F7F7F", "v"),
 }
-_INK, _QUIET = "#1f2430", "#8a8f9c"
+INK, QUIET = "#1f2430", "#8a8f9c"
 _DPI = 160
 
 
-def _figure(width: float, height: float, columns: int) -> tuple[Any, list[Any]]:
+def new_figure(width: float, height: float, columns: int) -> tuple[Any, list[Any]]:
+    """Return a figure with a row of axes, in the style of all our plots; sizes in inches."""
     figure = need("matplotlib.figure").Figure(figsize=(width, height), layout="constrained", dpi=_DPI)
     axes = list(figure.subplots(1, columns, squeeze=False)[0])
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
-        ax.spines[["left", "bottom"]].set_color(_QUIET)
-        ax.tick_params(colors=_INK, which="both", labelsize=9)
+        ax.spines[["left", "bottom"]].set_color(QUIET)
+        ax.tick_params(colors=INK, which="both", labelsize=9)
         ax.grid(axis="y", color="#e4e6ec", linewidth=0.8)
         ax.set_axisbelow(True)
     return figure, axes
 
 
-def _png(figure: Any) -> bytes:
+def to_png(figure: Any) -> bytes:
+    """Return the figure as PNG, the same bytes for the same figure."""
     stream = io.BytesIO()
     figure.savefig(stream, format="png", metadata={"Software": None})
     return stream.getvalue()
 
 
-def _title(ax: Any, title: str, x: str, y: str) -> None:
-    ax.set_title(title, loc="left", fontsize=11, fontweight="bold", color=_INK, pad=10)
-    ax.set_xlabel(x, fontsize=9.5, color=_INK)
-    ax.set_ylabel(y, fontsize=9.5, color=_INK)
+def label(ax: Any, title: str, x: str, y: str) -> None:
+    """Give axes their title and the names of their axes."""
+    ax.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=10)
+    ax.set_xlabel(x, fontsize=9.5, color=INK)
+    ax.set_ylabel(y, fontsize=9.5, color=INK)
 
 
 def _length_axis(ax: Any, ticks: tuple[int, ...], trained: int) -> None:
     ax.set_xscale("log", base=2)
     ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     ax.minorticks_off()
-    ax.axvline(trained, color=_QUIET, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    ax.axvline(trained, color=QUIET, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
 
 
 def draw_comparison(results: Results) -> bytes:
     """Return a PNG: loss by window length, and loss by place in the longest window."""
-    figure, (by_length, by_place) = _figure(12.0, 4.6, 2)
+    figure, (by_length, by_place) = new_figure(12.0, 4.6, 2)
     for row in results.table_rows():
         _draw_by_length(by_length, row)
         _draw_by_place(by_place, row)
-    _title(by_length, "Loss by length of the test window", "window, bytes", "bits per byte")
+    label(by_length, "Loss by length of the test window", "window, bytes", "bits per byte")
     _length_axis(by_length, results.lengths, results.trained_length)
-    _title(by_place, "Loss by place in the window", "place, counted from 1", "")
+    label(by_place, "Loss by place in the window", "place, counted from 1", "")
     _length_axis(by_place, _octaves(results.lengths[-1]), results.trained_length)
     for ax in (by_length, by_place):
         low, high = ax.get_ylim()
-        ax.annotate(
-            " trained up to here", (results.trained_length, high), fontsize=8, color=_QUIET, va="top", ha="left"
-        )
+        ax.annotate(" trained up to here", (results.trained_length, high), fontsize=8, color=QUIET, va="top", ha="left")
         ax.set_ylim(low, high)
     handles, labels = by_place.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=6, frameon=False, fontsize=9.5, labelcolor=_INK)
-    return _png(figure)
+    figure.legend(handles, labels, loc="outside upper left", ncols=6, frameon=False, fontsize=9.5, labelcolor=INK)
+    return to_png(figure)
 
 
 def _octaves(longest: int) -> tuple[int, ...]:
@@ -101,13 +102,13 @@ def _draw_by_place(ax: Any, row: Row) -> None:
 
 def draw_heads(command: InspectCommand, facts: list[HeadFacts]) -> bytes:
     """Return a PNG: the weight of a key by distance for each head, and how much of the text each head reaches."""
-    figure, (decay, share) = _figure(12.0, 4.6, 2)
+    figure, (decay, share) = new_figure(12.0, 4.6, 2)
     palette = need("matplotlib").colormaps["viridis"]
     shades = [palette(0.05 + 0.85 * rank / max(1, len(facts) - 1)) for rank in range(len(facts))]
     slopes = sorted((fact.slope for fact in facts), reverse=True)
     for fact in facts:
         _draw_decay(decay, command, fact, shades[slopes.index(fact.slope)])
-    _title(decay, "Weight of a key, relative to the query's own", "distance, tokens", "")
+    label(decay, "Weight of a key, relative to the query's own", "distance, tokens", "")
     decay.set_xscale("symlog", base=2, linthresh=1)
     decay.set_yscale("log")
     decay.set_ylim(1e-12, 3 * math.exp(min(command.content, 600.0)))
@@ -117,12 +118,12 @@ def draw_heads(command: InspectCommand, facts: list[HeadFacts]) -> bytes:
     pairs = [100 * fact.pairs for fact in facts]
     share.bar(places - 0.2, reached, color="#b9c0cf", width=0.4, label="of the keys of the last query")
     share.bar(places + 0.2, pairs, color="#0072B2", width=0.4, label="of all causal pairs")
-    _title(share, f"Within reach, of {command.length:,} tokens", "head", "percent")
+    label(share, f"Within reach, of {command.length:,} tokens", "head", "percent")
     share.set_ylim(0, 119)
     share.set_yticks(range(0, 101, 20))
-    share.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="upper left")
+    share.legend(frameon=False, fontsize=9, labelcolor=INK, loc="upper left")
     share.set_xticks(places[:: max(1, len(facts) // 8)])
-    return _png(figure)
+    return to_png(figure)
 
 
 def _draw_decay(ax: Any, command: InspectCommand, fact: HeadFacts, colour: Any) -> None:
@@ -145,5 +146,5 @@ def _decorate_decay(ax: Any, command: InspectCommand) -> None:
     ax.minorticks_off()
     ax.set_xlim(0, command.length)
     ax.annotate(
-        "dot: reach of the head; steep heads dark", (0.02, 0.03), xycoords="axes fraction", fontsize=8, color=_QUIET
+        "dot: reach of the head; steep heads dark", (0.02, 0.03), xycoords="axes fraction", fontsize=8, color=QUIET
     )

@@ -4,9 +4,10 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ _PRESENTATION = {
 }
 """Source files, relative to the package, that decide how results look and not what they are."""
 _BENCH = "lab/bench/"
-"""Sources that measure time and no model's results."""
+"""Sources that measure time and change no model's results."""
 
 
 class CheckpointError(ValueError):
@@ -85,8 +86,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(
-            f"checkpoint must be a safetensors file written by linbias, got {str(path)!r} ({error}); "
-            "delete it to start over"
+            f"checkpoint must be a safetensors file written by linbias, got {str(path)!r} ({error})"
         ) from error
 
 
@@ -108,11 +108,20 @@ def _plain(value: object) -> object:
 
 @cache
 def _code_digest() -> str:
-    """Digest of every file of the package that can change a number, compiled kernels included."""
+    """Digest of every source of the package that can change a number, and of the compiled kernels."""
     package = Path(__file__).resolve().parent.parent
+    names = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+    chosen = {name: path for name, path in names.items() if name not in _PRESENTATION and not name.startswith(_BENCH)}
+    # An editable install keeps the kernels elsewhere than the sources.
+    kernels = find_spec("linbias._native")
+    if kernels is not None and kernels.origin is not None:
+        chosen["_native"] = Path(kernels.origin)
+    return digest_of(chosen)
+
+
+def digest_of(files: Mapping[str, Path]) -> str:
+    """Digest of the names and contents of files."""
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*")):
-        name = path.relative_to(package).as_posix()
-        if path.suffix in {".py", ".so", ".pyd", ".dylib"} and name not in _PRESENTATION and _BENCH not in name:
-            digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    for name, path in sorted(files.items()):
+        digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()

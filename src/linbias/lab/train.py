@@ -167,7 +167,10 @@ class Trainer:
 
         Raises: CheckpointError if the file is damaged or belongs to another run.
         """
-        tensors, about = load_tensors(path)
+        try:
+            tensors, about = load_tensors(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; delete it to start over") from error
         if about.get("fingerprint") != self.run.fingerprint():
             raise CheckpointError(f"{str(path)!r} belongs to another run; delete it to start over")
         weights = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}

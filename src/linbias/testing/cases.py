@@ -42,7 +42,8 @@ class Case:
     segments: str | None = None
     """"packed" (in order, of different lengths) or "mixed" (any numbers in any order)."""
     positions: str | None = None
-    """"shifted", "keys" (key_positions alone), "jumps", "repeats", "unsorted", "items" (a row an item), "far";
+    """"shifted", "keys" (key_positions alone), "jumps", "repeats", "unsorted", "items" (a row an item), "far" (2^40
+    on), "away" (queries 10,000 beyond the last key);
     "grid" and "points" are coordinates."""
     metric: str | None = None
     slopes: str = "press"
@@ -153,6 +154,7 @@ def _positions() -> Iterator[Case]:
         yield Case(positions=positions, causal=True, queries=11, future="steeper")
         yield Case(positions=positions, causal=True, window=(5, 0), sinks=2, poison=True)
         yield Case(positions=positions, window=(4, 3), future="items", unbiased=2, dtype=torch.float64)
+    yield Case(positions="away", queries=67, keys=71, heads=6, kv_heads=2, dtype=torch.float64)
     yield Case(positions="unsorted", causal=True, prefix=4, segments="mixed", padding="holes", poison=True)
     for metric, positions in product(("euclidean", "manhattan"), ("grid", "points")):
         yield Case(positions=positions, metric=metric)
@@ -231,6 +233,8 @@ def _long() -> Iterator[Case]:
     yield replace(long, causal=True, tolerance=0.05, slopes="steeper")
     yield replace(long, keys=517, causal=True, slopes="row")
     yield replace(long, batch=2, queries=3, keys=1027, head_dim=64, causal=True, padding="left", bounds=64)
+    # More pairs than one piece of work holds, so that a row's softmax is merged.
+    yield replace(long, heads=1, queries=131, keys=4103, head_dim=8, causal=True, softcap=20.0)
     yield replace(long, heads=6, queries=1, keys=1027, head_dim=64, causal=True, dtype=torch.bfloat16)
     yield Case(batch=1, heads=1, queries=517, keys=517, head_dim=64, causal=True, tolerance=0.0)
 

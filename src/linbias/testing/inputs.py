@@ -210,6 +210,7 @@ def _positions(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
     else:
         made = {
             "shifted": lambda: [torch.arange(-count, 0) - 1000 for count in counts],
+            "away": lambda: [torch.arange(case.queries) + 10_000 + case.keys, torch.arange(case.keys)],
             "repeats": lambda: drawn(-3, 5),
             "unsorted": lambda: [torch.randperm(count, generator=generator) for count in counts],
             "items": lambda: [rows.int() for rows in drawn(0, 2 * case.keys + 1, case.batch)],

@@ -35,9 +35,14 @@ def compare(contenders: list[Contender]) -> Found:
     found = Found()
     for contender in (PLAIN, *contenders):
         for length in _LENGTHS:
-            if length <= contender.longest:
-                grown = in_fresh_process(contender.name, length, 1, HEADS)
-                found.memory_mib[f"{contender.name} at {length:,}"] = grown
+            what = f"{contender.name} at {length:,}"
+            if length > contender.longest:
+                continue
+            try:
+                found.memory_mib[what] = in_fresh_process(contender.name, length, 1, HEADS)
+            except subprocess.CalledProcessError as died:
+                lines = str(died.stderr).strip().splitlines() or [f"ended with {died.returncode}"]
+                found.not_run[f"memory, {what}"] = lines[-1][:200]
     return found
 
 

@@ -4,7 +4,7 @@
 from typing import Any
 
 from ..extras import need
-from ..plots import _INK, _QUIET, _figure, _png, _title
+from ..plots import INK, QUIET, label, new_figure, to_png
 from .peers import BASELINE
 from .record import FORWARD, Record, Timing
 from .tables import GOALS
@@ -29,7 +29,7 @@ def draw_bench(record: Record) -> bytes | None:
     chosen = [timing for timing in record.timings if (timing.inputs, timing.direction) == ("normal", FORWARD)]
     if not chosen:
         return None
-    figure, (cost, ratio) = _figure(12.0, 4.8, 2)
+    figure, (cost, ratio) = new_figure(12.0, 4.8, 2)
     for name in dict.fromkeys(timing.implementation for timing in chosen):
         row = [timing for timing in chosen if timing.implementation == name]
         colour, marker = _LOOKS[name]
@@ -37,19 +37,19 @@ def draw_bench(record: Record) -> bytes | None:
         cost.plot([t.length for t in row], [_per_token(t.seconds, t.length) for t in row], label=name, **style)
         known = [(t.length, t.ratio) for t in row if t.ratio is not None]
         ratio.plot([length for length, _ in known], [value for _, value in known], **style)
-        goals = GOALS.get((name, FORWARD), {})
+        goals = GOALS.get((name, FORWARD), {}) if record.machine.get("threads used") == 1 else {}
         aims = [(length, goals[length]) for length, _ in known if length in goals]
         ratio.scatter([x for x, _ in aims], [y for _, y in aims], marker="_", s=160, color=colour, zorder=2)
     _draw_baseline(cost, chosen)
     ratio.axhline(1, color=_PLAIN, linewidth=1)
-    ratio.annotate("dashes: goals", (0.02, 0.95), xycoords="axes fraction", fontsize=8, color=_QUIET)
-    _title(cost, "Time per token, forward", "tokens", "microseconds")
-    _title(ratio, "Time of SDPA without any bias over this", "tokens", "")
+    ratio.annotate("dashes: goals", (0.02, 0.95), xycoords="axes fraction", fontsize=8, color=QUIET)
+    label(cost, "Time per token, forward", "tokens", "microseconds")
+    label(ratio, "Time of SDPA without any bias over this", "tokens", "")
     for ax in (cost, ratio):
         _axes(ax, sorted({timing.length for timing in chosen}))
     handles, labels = cost.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, fontsize=9, labelcolor=_INK)
-    return _png(figure)
+    figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, fontsize=9, labelcolor=INK)
+    return to_png(figure)
 
 
 def _per_token(seconds: float, length: int) -> float:
@@ -62,9 +62,9 @@ def _draw_baseline(ax: Any, timings: list[Timing]) -> None:
     run = [(length, seconds) for length, (seconds, estimated) in times.items() if not estimated]
     further = run[-1:] + [(length, seconds) for length, (seconds, estimated) in times.items() if estimated]
     drawn = [(run, "-", BASELINE)] + ([(further, ":", f"{BASELINE}: square growth")] if len(further) > 1 else [])
-    for points, line, label in drawn:
+    for points, line, name in drawn:
         x, y = [length for length, _ in points], [_per_token(seconds, length) for length, seconds in points]
-        ax.plot(x, y, color=_PLAIN, linewidth=2, linestyle=line, label=label, zorder=2)
+        ax.plot(x, y, color=_PLAIN, linewidth=2, linestyle=line, label=name, zorder=2)
 
 
 def _axes(ax: Any, lengths: list[int]) -> None:

@@ -19,12 +19,8 @@ _CHECKED_ROWS = 64
 def race(content: Content, contenders: Iterable[Contender], direction: Direction, rounds: int, record: Record) -> Found:
     """Time each contender that can take this length, and the baseline, one way or both."""
     found = Found()
-    attends = _ready([PLAIN, *contenders], content, direction, found)
-    calls = {
-        name: _forward(attend, content) if direction == FORWARD else _both_ways(attend, content)
-        for name, attend in attends.items()
-    }
-    times = in_turns(calls, rounds)
+    runners = _ready([PLAIN, *contenders], content, direction, found)
+    times = in_turns({name: call for name, (_, call) in runners.items()}, rounds)
     baseline = times.pop(PLAIN.name, None)
     estimate = record.baseline(direction, content.name) if baseline is None else None
     for name, seconds in times.items():
@@ -41,14 +37,21 @@ def race(content: Content, contenders: Iterable[Contender], direction: Direction
             grown = known * (content.length / length) ** 2
             timing = replace(timing, baseline_seconds=grown, baseline_estimated=True)
         if direction == FORWARD:
-            timing = replace(timing, error=_error(attends[name], content), computed=_computed(name, content))
+            timing = replace(timing, error=_error(runners[name][0], content), computed=_computed(name, content))
         found.timings.append(timing)
     return found
 
 
-def _ready(contenders: list[Contender], content: Content, direction: Direction, found: Found) -> dict[str, Attend]:
-    """Those that can run here, each run once."""
-    attends: dict[str, Attend] = {}
+def told(reason: Exception) -> str:
+    """Return the kind and the first line of an exception."""
+    return f"{type(reason).__name__}: {str(reason).partition(chr(10))[0][:200]}"
+
+
+def _ready(
+    contenders: list[Contender], content: Content, direction: Direction, found: Found
+) -> dict[str, tuple[Attend, Call]]:
+    """Those that can run here, each run once: the attention, and the call to time."""
+    runners: dict[str, tuple[Attend, Call]] = {}
     for contender in contenders:
         if content.length > contender.longest:
             beyond = f"{contender.name} beyond {contender.longest:,} tokens"
@@ -59,14 +62,13 @@ def _ready(contenders: list[Contender], content: Content, direction: Direction, 
             continue
         try:
             attend = contender.make(content)
-            with torch.no_grad():
-                attend(*content.qkv)
+            call = _forward(attend, content) if direction == FORWARD else _both_ways(attend, content)
+            call()
         except Exception as reason:  # a peer may fail in any way; the record says how
-            label = f"{contender.name}, {direction} at {content.length:,} tokens"
-            found.not_run[label] = f"{type(reason).__name__}: {str(reason).partition(chr(10))[0][:200]}"
+            found.not_run[f"{contender.name}, {direction} at {content.length:,} tokens"] = told(reason)
             continue
-        attends[contender.name] = attend
-    return attends
+        runners[contender.name] = attend, call
+    return runners
 
 
 def _forward(attend: Attend, content: Content) -> Call:
@@ -84,11 +86,18 @@ def _both_ways(attend: Attend, content: Content) -> Call:
 
 
 def _error(attend: Attend, content: Content) -> float:
-    query, key, value = (tensor.double() for tensor in content.qkv)
+    """Head by head: float64 copies of long inputs would take gigabytes."""
     rows = min(_CHECKED_ROWS, content.length)
-    exact = alibi_attention(query[:, :, -rows:], key, value, content.slopes.double(), causal=True, backend="reference")
     with torch.no_grad():
-        return float((attend(*content.qkv)[:, :, -rows:].double() - exact).abs().max())
+        out = attend(*content.qkv)[:, :, -rows:].double()
+    largest = 0.0
+    for head in range(content.heads):
+        one = slice(head, head + 1)
+        query, key, value = (tensor[:, one].double() for tensor in content.qkv)
+        slopes = content.slopes[one].double()
+        exact = alibi_attention(query[:, :, -rows:], key, value, slopes, causal=True, backend="reference")
+        largest = max(largest, float((out[:, one] - exact).abs().max()))
+    return largest
 
 
 def _computed(name: str, content: Content) -> float | None:

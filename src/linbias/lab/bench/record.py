@@ -74,7 +74,6 @@ class Record:
     machine: dict[str, Any]
     found: dict[str, Found] = field(default_factory=dict)
     """By job, in the order in which they ran."""
-    finished: bool = False
 
     @property
     def timings(self) -> list[Timing]:
@@ -112,7 +111,7 @@ class Record:
         """
         made = json.loads(path.read_text(encoding="utf-8"))
         found = {job: _found(parts) for job, parts in made["found"].items()}
-        return Record(settings=made["settings"], machine=made["machine"], found=found, finished=made["finished"])
+        return Record(settings=made["settings"], machine=made["machine"], found=found)
 
 
 def _found(parts: dict[str, Any]) -> Found:

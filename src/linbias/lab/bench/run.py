@@ -2,6 +2,7 @@
 """One run: check, plan, measure what is missing, keep it."""
 
 import os
+import signal
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,19 +14,19 @@ import torch
 from ...attention import alibi_attention
 from ...errors import BackendUnavailable
 from ...testing import Case, conform
-from ..config import BenchCommand, ModelConfig
+from ..config import BenchCommand, ConfigError, ModelConfig
 from ..display import Display, open_display
 from ..environment import machine, versions
 from ..monitor import Interrupted
-from ..storage import fingerprint, write_atomically
+from ..storage import digest_of, fingerprint, write_atomically
 from . import figures, memory
-from .inputs import SINK, Content, normal, trained
-from .peers import PEERS, Contender
+from .inputs import SINK, normal, trained
+from .peers import PEERS, PLAIN, Contender
 from .plot import draw_bench
 from .races import race
 from .record import BOTH, FORWARD, Direction, Found, Record
 from .tables import line_of
-from .timing import read_bandwidth, sgemm_rate
+from .timing import BUDGET, read_bandwidth, sgemm_rate
 
 _CHECKS = (
     Case(batch=1, heads=12, kv_heads=12, queries=333, keys=333, head_dim=64, value_dim=64, causal=True),
@@ -36,6 +37,7 @@ _LENGTHS = {False: (512, 1024, 2048, 4096, 8192, 16384, 65536, 131072), True: (5
 _LONGEST_TRAINING = 8192
 _CONTENT_LENGTH = {False: 4096, True: 1024}
 _ROUNDS = {False: 9, True: 3}
+RESULTS = "results.json"
 _MODEL = ModelConfig(layers=2, width=256, heads=4)
 _MODEL_STEPS = {False: 150, True: 10}
 
@@ -74,7 +76,7 @@ def bench(command: BenchCommand) -> Record:
 
 def write_report(record: Record, folder: Path) -> list[Path]:
     """Draw what was found, if it can be drawn, and return the files of the run."""
-    results, plot = folder / "results.json", folder / "plot.png"
+    results, plot = folder / RESULTS, folder / "plot.png"
     image = draw_bench(record)
     if image is None:
         return [results]
@@ -109,19 +111,21 @@ def _check(names: list[str]) -> None:
 
 
 def _measure(command: BenchCommand, names: list[str]) -> Record:
-    path = command.out / "results.json"
-    record = _open(command, names, path)
+    settings = _settings(command, names)
+    unfinished = command.out / f"unfinished-{settings}.json"
+    record = _open(command, names, settings, unfinished)
     jobs = _plan(command, names, record)
     display = open_display("linbias bench", sum(job.cost for job in jobs))
     try:
-        for job in jobs:
-            _run(job, command, record, path, display)
+        with _stopped_by_sigterm():
+            for job in jobs:
+                _run(job, command, record, unfinished, display)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped after {len(record.found)} of {len(jobs)} measurements, saved") from None
     finally:
         display.close()
-    record.finished = True
-    record.write(path)
+    record.write(command.out / RESULTS)
+    unfinished.unlink(missing_ok=True)
     return record
 
 
@@ -137,21 +141,34 @@ def _run(job: _Job, command: BenchCommand, record: Record, path: Path, display: 
     display.finish(job.name, job.cost)
 
 
-def _open(command: BenchCommand, names: list[str], path: Path) -> Record:
-    """Go on with an unfinished run of the same command and code, or begin one; a finished run is measured anew."""
-    settings = fingerprint(command={**asdict(command), "out": None}, names=names)
+def _settings(command: BenchCommand, names: list[str]) -> str:
+    """What an unfinished run must share with this one to be gone on with."""
+    here = Path(__file__).parent
+    measuring = digest_of({path.name: path for path in here.glob("*.py")})
+    return fingerprint(command={**asdict(command), "out": None}, names=names, measuring=measuring)
+
+
+def _open(command: BenchCommand, names: list[str], settings: str, unfinished: Path) -> Record:
     try:
-        record = Record.read(path)
+        return Record.read(unfinished)
     except (OSError, ValueError, KeyError, TypeError):
-        record = None
-    if record is not None and record.settings == settings and not record.finished:
-        return record
+        pass  # there is none, or it is not whole: begin
     with _one_core(command.threads == 1):
         rates = {"SGEMM, GFLOP/s": round(sgemm_rate(), 1), "reading, GB/s": round(read_bandwidth(), 1)}
     load = {"load before": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
     used = {name: version for name, version in versions().items() if name in ("linbias", "torch")}
     facts = {**machine(), **used, **rates, **load, "backends": names, "threads used": command.threads}
     return Record(settings=settings, machine=facts)
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Generator[None]:
+    """SIGTERM ends a run as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -179,25 +196,32 @@ def _plan(command: BenchCommand, names: list[str], record: Record) -> list[_Job]
     jobs: list[_Job] = []
     for length in sorted(set(command.lengths or _LENGTHS[quick])):
         if "forward" in command.parts:
-            jobs.append(_race(partial(normal, length), contenders, FORWARD, rounds, record, length))
+            jobs.append(_race(length, contenders, FORWARD, rounds, record))
         if "training" in command.parts and length <= _LONGEST_TRAINING:
-            jobs.append(_race(partial(normal, length), contenders, BOTH, rounds, record, length))
+            jobs.append(_race(length, contenders, BOTH, rounds, record))
     if "inputs" in command.parts:
         jobs += _other_inputs(quick, contenders, rounds, record)
     if "figures" in command.parts and "native" in names:
         jobs += _figures()
     if "memory" in command.parts:
-        jobs.append(_Job("memory of one forward", 30.0, partial(memory.compare, contenders)))
+        jobs.append(_Job("memory of one forward", 60.0, partial(memory.compare, contenders)))
+    if not jobs:
+        raise ConfigError(
+            f"nothing is left to measure: the figures are those of backend native (given: {', '.join(names)}), and "
+            f"training is timed up to {_LONGEST_TRAINING:,} tokens; ask for other parts, lengths or backends"
+        )
     return jobs
 
 
-def _race(
-    make: Callable[[], Content], contenders: list[Contender], direction: Direction, rounds: int, record: Record, n: int
-) -> _Job:
-    # Pairs at 60 GFLOP/s, all contenders together about 15 baselines, and the first calls of compiled ones.
-    turn = 15 * 4 * 12 * 64 * n**2 / 2 / 60e9 * (1 if direction == FORWARD else 3)
-    cost = 5 + min(turn * rounds, 60 + 2 * turn)
-    return _Job(f"{direction}, {n:,} tokens", cost, lambda: race(make(), contenders, direction, rounds, record))
+def _race(length: int, contenders: list[Contender], direction: Direction, rounds: int, record: Record) -> _Job:
+    def work() -> Found:
+        return race(normal(length), contenders, direction, rounds, record)
+
+    # Pairs at 60 GFLOP/s; what skips computes about what a head sees of 6,000 tokens. The first turn compiles.
+    pairs = [length * min(length, 6000 if each.longest > PLAIN.longest else length) / 2 for each in contenders]
+    able = [count for count, each in zip(pairs, contenders, strict=True) if length <= each.longest]
+    turn = sum(able) * 4 * 12 * 64 / 30e9 * (1 if direction == FORWARD else 3)
+    return _Job(f"{direction}, {length:,} tokens", 5 + min(turn * (rounds + 1), BUDGET + 2 * turn), work)
 
 
 def _other_inputs(quick: bool, contenders: list[Contender], rounds: int, record: Record) -> Iterator[_Job]:

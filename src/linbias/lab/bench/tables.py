@@ -7,7 +7,8 @@ from ..tables import align
 from .peers import BASELINE
 from .record import BOTH, FORWARD, Found, Record, Timing
 
-GOALS: dict[tuple[str, str], dict[int, float]] = {
+Goals = dict[tuple[str, str], dict[int, float]]
+GOALS: Goals = {
     ("linbias native", FORWARD): {512: 2.2, 1024: 2.3, 2048: 2.8, 4096: 3.6, 8192: 5.0, 16384: 8.0, 65536: 25.0},
     ("linbias native", BOTH): {1024: 1.8, 4096: 3.0, 8192: 4.5},
     ("linbias tiled", FORWARD): {1024: 1.2, 2048: 1.5, 4096: 1.8, 8192: 2.5},
@@ -19,7 +20,8 @@ GOALS: dict[tuple[str, str], dict[int, float]] = {
 def describe(record: Record) -> str:
     """Return everything that was found, as tables."""
     normal = [timing for timing in record.timings if timing.inputs == "normal"]
-    blocks = [_by_length(normal, direction) for direction in (FORWARD, BOTH)]
+    goals = GOALS if record.machine.get("threads used") == 1 else {}
+    blocks = [_by_length(normal, direction, goals) for direction in (FORWARD, BOTH)]
     blocks += [_by_inputs(record), _figures(record), _memory(record)]
     facts = "\n".join(f"{name}: {value}" for name, value in record.machine.items())
     failed = {what: why for found in record.found.values() for what, why in found.not_run.items()}
@@ -42,7 +44,7 @@ def _ratio(timing: Timing) -> str:
     return f"{'~' if timing.baseline_estimated else ''}{timing.ratio:.2f}x"
 
 
-def _by_length(timings: Sequence[Timing], direction: str) -> str:
+def _by_length(timings: Sequence[Timing], direction: str, goals: Goals) -> str:
     """One row an implementation, one column a length, the goals below their row."""
     chosen = [timing for timing in timings if timing.direction == direction]
     if not chosen:
@@ -54,9 +56,9 @@ def _by_length(timings: Sequence[Timing], direction: str) -> str:
         errors = [timing.error for timing in row.values() if timing.error is not None]
         cells = [_ratio(row[length]) if length in row else "-" for length in lengths]
         body.append([name, *cells, f"{max(errors):.0e}" if errors else ""])
-        goals = GOALS.get((name, direction), {})
-        if goals.keys() & set(lengths):
-            body.append(["  goal", *(f"{goals[length]:.1f}x" if length in goals else "" for length in lengths), ""])
+        aims = goals.get((name, direction), {})
+        if aims.keys() & set(lengths):
+            body.append(["  goal", *(f"{aims[length]:.1f}x" if length in aims else "" for length in lengths), ""])
         if any(timing.computed is not None for timing in row.values()):
             shares = [row[length].computed if length in row else None for length in lengths]
             body.append(["  of the pairs", *("" if share is None else f"{share:.0%}" for share in shares), ""])

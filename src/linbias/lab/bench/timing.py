@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 Call = Callable[[], object]
-_BUDGET = 30.0
+BUDGET = 30.0
 """Seconds after which a comparison takes no further turn; each has had two by then, or one that long."""
 
 
@@ -30,12 +30,12 @@ def wall_seconds(call: Call) -> float:
 
 
 def in_turns(
-    calls: Mapping[str, Call], rounds: int, clock: Callable[[Call], float] = seconds, budget: float = _BUDGET
+    calls: Mapping[str, Call], rounds: int, clock: Callable[[Call], float] = seconds, budget: float = BUDGET
 ) -> dict[str, float]:
     """Return the best time of each call, taken in turns so that all meet the same load.
 
-    The first turn counts too: what it includes of compiling and first touches, a later one undercuts. Turns end after
-    `rounds`, or when `budget` seconds are over.
+    A first turn for what is compiled or touched first is followed by `rounds`, or fewer once `budget` seconds are over;
+    it counts too, because a later one undercuts it.
     """
     best = dict.fromkeys(calls, float("inf"))
     began = time.perf_counter()
