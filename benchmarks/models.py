@@ -7,8 +7,8 @@ with the unpatched one there. With one thread, time is the process's CPU time, s
 
 - prefill: the base model over a text, no cache. "linear layers" is the time of its matrix products alone: no patch of
   attention can be faster.
-- decode: tokens per second after a context, on transformers' DynamicCache and on ours. The patched model reads the first
-  1,024 tokens of it; the rest are the same keys again, which is fair as keys know no positions.
+- decode: tokens per second after a context, on transformers' DynamicCache and on ours. The patched model reads the
+  first 1,024 tokens of it; the rest are the same keys again, which is fair as keys know no positions.
 - training: one step of the language model, forward and backward.
 - streaming (--stream 50000): tokens per second and memory along one endless generation with a window and sinks.
 
