@@ -7,18 +7,20 @@ with the unpatched one there. With one thread, time is the process's CPU time, s
 
 - prefill: the base model over a text, no cache. "linear layers" is the time of its matrix products alone: no patch of
   attention can be faster.
-- decode: tokens per second after a context that the patched model read, on transformers' DynamicCache and on ours.
+- decode: tokens per second after a context, on transformers' DynamicCache and on ours. The patched model reads the
+  first 1,024 tokens of it; the rest are the same keys again, which is fair as keys know no positions.
 - training: one step of the language model, forward and backward.
-- streaming (--stream 50000): tokens per second and memory along one endless generation with a window and sinks.
+- streaming (--stream 50000): tokens per second and memory along one endless generation with a window and sinks, with
+  models of width 256, whose weights take little of a step.
 
 The unpatched models need memory for several n x n tensors; a figure that would not fit in what is free is left out.
 """
 
 import argparse
+import concurrent.futures
 import json
+import multiprocessing
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,12 +33,14 @@ from torch import Tensor
 import linbias
 from linbias.hf.cache import AlibiCache
 from linbias.hf.decoder import CACHE
+from linbias.hf.sight import Sight
 
 HEADS, WIDTH, LAYERS, VOCABULARY = 16, 1024, 2, 1000
 PATCHED, OURS = "patched", "patched, AlibiCache"
 UNPATCHED = {"bloom": ["eager"], "mpt": ["eager"], "falcon": ["sdpa", "eager"]}
 """Falcon's eager path adds the bias twice, so its sdpa path is the one to compare with."""
 CHECKED_TOKENS = 96
+READ_TOKENS = 1024
 # Peak of the unpatched models over heads * tokens^2 * 4 bytes, measured at 2,048 tokens.
 QUADRATIC_TENSORS = {"prefill": 4.2, "train": 8.0, "decode": 0.0}
 
@@ -44,17 +48,17 @@ QUADRATIC_TENSORS = {"prefill": 4.2, "train": 8.0, "decode": 0.0}
 # --- one figure, in a process of its own -----------------------------------------------------------------------------
 
 
-def build(family: str, kind: str, head: str, tokens: int) -> Any:
+def build(family: str, kind: str, head: str, tokens: int, width: int = WIDTH) -> Any:
     """A model of the family; `kind` is a row of the table."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     torch.manual_seed(0)
     sizes = {
-        "bloom": {"hidden_size": WIDTH, "n_layer": LAYERS, "n_head": HEADS},
-        "mpt": {"d_model": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": tokens},
+        "bloom": {"hidden_size": width, "n_layer": LAYERS, "n_head": HEADS},
+        "mpt": {"d_model": width, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": tokens},
         "falcon": {
-            "hidden_size": WIDTH,
+            "hidden_size": width,
             "num_hidden_layers": LAYERS,
             "num_attention_heads": HEADS,
             "alibi": True,
@@ -81,22 +85,26 @@ def check(model: Any, family: str) -> float:
 
     with torch.no_grad(), mock.patch("transformers.models.falcon.modeling_falcon.build_alibi_tensor", unrounded):
         before = model(ids, use_cache=False)[0]
-        linbias.patch(model)
+    linbias.patch(model)
+    with torch.no_grad():
         difference = float((model(ids, use_cache=False)[0] - before).abs().max() / before.abs().max())
     if difference > 1e-4:
-        raise SystemExit(f"the patched {family} differs by {difference:.1e}: nothing to time")
+        raise ValueError(f"the patched {family} differs by {difference:.1e}: nothing to time")
     return difference
 
 
 def seconds(function: Callable[[], object], rounds: int) -> float:
     """The best of several runs."""
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     best = float("inf")
     for _ in range(rounds):
         start = clock()
         function()
         best = min(best, clock() - start)
     return best
+
+
+def clock() -> float:
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def peak() -> float:
@@ -127,23 +135,39 @@ def prefill(family: str, kind: str, tokens: int) -> dict[str, float]:
     return found
 
 
-def decode(family: str, kind: str, tokens: int, steps: int = 32) -> dict[str, float]:
+def read(model: Any, kind: str, tokens: int) -> Any:
+    """A cache of that many tokens. Keys know no positions, so a longer text repeats those of one that was read."""
     import transformers
 
+    once, cache = transformers.DynamicCache(config=model.config), transformers.DynamicCache(config=model.config)
+    model(torch.randint(VOCABULARY, (1, min(tokens, READ_TOKENS))), use_cache=True, **{CACHE: once})
+    if kind == OURS:
+        cache = AlibiCache()
+    for number, layer in enumerate(once.layers):
+        key, value = (
+            part.repeat(1, 1, -(-tokens // READ_TOKENS), 1)[:, :, :tokens] for part in (layer.keys, layer.values)
+        )
+        if kind == OURS:
+            cache.layer(number).append(key, value, Sight(torch.empty(0), causal=True))
+        else:
+            cache.update(key, value, number)
+    return cache
+
+
+def decode(family: str, kind: str, tokens: int, steps: int = 32) -> dict[str, float]:
     model = build(family, kind, "ForCausalLM", tokens + 2 * steps)
-    found = {"difference": check(model, family)}
-    ids = torch.randint(VOCABULARY, (1, tokens))
-    cache = AlibiCache() if kind == OURS else transformers.DynamicCache(config=model.config)
+    found = {"difference": check(model, family)} if kind in (PATCHED, OURS) else {}
+    if not found:
+        linbias.patch(model)
+    ids = torch.randint(VOCABULARY, (1, 1))
     with torch.no_grad():
-        # Read by the patched model in any case: the unpatched one could not at every length.
-        for piece in ids.split(4096, 1):
-            model(piece, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+        cache = read(model, kind, tokens)
         if kind not in (PATCHED, OURS):
             linbias.unpatch(model)
 
         def run() -> None:
             for _ in range(steps):
-                model(ids[:, :1], use_cache=True, **{CACHE: cache})
+                model(ids, use_cache=True, **{CACHE: cache})
 
         run()
         found["tokens_per_second"] = steps / seconds(run, 1)
@@ -160,20 +184,20 @@ def train(family: str, kind: str, tokens: int) -> dict[str, float]:
         model.zero_grad()
         model(ids, labels=ids, use_cache=False).loss.backward()
 
-    found["seconds"] = seconds(step, 2)
+    found["seconds"] = seconds(step, 2 if tokens <= 1024 else 1)
     found["gigabytes"] = peak()
     return found
 
 
 def stream(family: str, kind: str, tokens: int) -> dict[str, Any]:
     """Through `generate`, ten pieces; memory is what is held after each, not the peak."""
-    model = build(family, kind, "ForCausalLM", 64)
+    model = build(family, kind, "ForCausalLM", 64, width=256)
     linbias.patch(model)
     cache = AlibiCache(window=(1023, 0), sinks=4)
     ids = torch.randint(3, VOCABULARY, (1, 16))
     speeds, held = [], []
     for piece in range(10):
-        start, before = time.perf_counter(), ids.shape[1]
+        start, before = clock(), ids.shape[1]
         ids = model.generate(
             ids,
             **{CACHE: cache},
@@ -182,7 +206,7 @@ def stream(family: str, kind: str, tokens: int) -> dict[str, Any]:
             suppress_tokens=[model.config.eos_token_id],
             pad_token_id=0,
         )
-        speeds.append((ids.shape[1] - before) / (time.perf_counter() - start))
+        speeds.append((ids.shape[1] - before) / (clock() - start))
         with open("/proc/self/statm") as pages:
             held.append(int(pages.read().split()[1]) * resource.getpagesize() / 1e9)
     return {"tokens": ids.shape[1], "tokens_per_second": speeds, "gigabytes": held}
@@ -200,15 +224,22 @@ WORK: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def figure(work: str, family: str, kind: str, tokens: int, threads: int) -> dict[str, Any]:
-    """One figure from a fresh process; where it failed, the last line it said."""
+    """One figure from a process of its own, which starts with the imports done; where it failed, why."""
     needed = QUADRATIC_TENSORS.get(work, 0.0) * HEADS * tokens**2 * 4 * (kind not in (PATCHED, OURS))
     if needed > 0.8 * free_bytes():
         return {"not_run": f"needs about {needed / 1e9:.0f} GB, {free_bytes() / 1e9:.0f} GB are free"}
-    command = [sys.executable, __file__, "--worker", work, family, kind, str(tokens), str(threads)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"not_run": (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers", "linbias", *(f"linbias.hf.{name}" for name in UNPATCHED)])
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as alone:
+        try:
+            return alone.submit(one, work, family, kind, tokens, threads).result()
+        except Exception as error:
+            return {"not_run": f"{type(error).__name__}: {error}".splitlines()[0]}
+
+
+def one(work: str, family: str, kind: str, tokens: int, threads: int) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    return WORK[work](family, kind, tokens)
 
 
 def free_bytes() -> int:
@@ -248,6 +279,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="short texts only")
     parser.add_argument("--families", nargs="+", default=list(UNPATCHED), choices=list(UNPATCHED))
+    parser.add_argument("--kinds", nargs="*", help="rows; default all: 'patched', 'patched, AlibiCache', eager, sdpa")
     parser.add_argument("--lengths", type=int, nargs="*", help="prefill; default 1024 4096 8192 16384")
     parser.add_argument("--contexts", type=int, nargs="*", help="decode; default 1024 8192 32768")
     parser.add_argument("--train", type=int, nargs="*", help="training step; default 2048")
@@ -256,7 +288,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/models.json"))
-    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     defaults = {"lengths": [1024, 4096, 8192, 16384], "contexts": [1024, 8192, 32768], "train": [2048]}
     quick = {"lengths": [512, 1024], "contexts": [1024], "train": [512]}
@@ -268,11 +299,6 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    if options.worker:
-        work, family, kind, tokens, threads = options.worker
-        torch.set_num_threads(int(threads))
-        print(json.dumps(WORK[work](family, kind, int(tokens))))
-        return
     import transformers
 
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "linbias": linbias.__version__}
@@ -281,7 +307,7 @@ def main() -> None:
     for work, sizes in plan(options):
         for family in options.families:
             for tokens in sizes:
-                for kind in rows_of(work, family):
+                for kind in [kind for kind in rows_of(work, family) if kind in (options.kinds or [kind])]:
                     found = figure(work, family, kind, tokens, options.threads)
                     names = {"work": work, "family": family, "kind": kind, "tokens": tokens}
                     report["figures"].append({**names, **found})

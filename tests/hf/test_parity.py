@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import linbias
+from linbias.hf.cache import AlibiCache
 from linbias.testing import assert_within_budget, largest_error
 from tests.hf.tiny import (
     CACHE,
@@ -35,6 +36,7 @@ from tests.hf.tiny import (
 
 slow = pytest.mark.slow
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+some_heads = pytest.mark.parametrize("heads", [pytest.param(4, marks=slow), 6, pytest.param(12, marks=slow)])
 MASKS = {
     "none": torch.ones(3, 17, dtype=torch.int64),
     "left": lengths_mask(17, 9, 12),
@@ -62,7 +64,7 @@ def assert_same(actual: dict[str, Tensor], exact: dict[str, Tensor], plain: dict
 
 
 @every_dtype
-@pytest.mark.parametrize("heads", [pytest.param(4, marks=slow), 6, pytest.param(12, marks=slow)])
+@some_heads
 @every_kind
 def test_hidden_states_logits_losses_and_gradients(kind: str, heads: int, dtype: torch.dtype):
     model = make(kind, heads=heads).to(dtype)
@@ -134,11 +136,13 @@ def test_every_head(kind: str, head: str):
         assert_within_budget(ours, truth, theirs, f"{kind} {head}")
 
 
+@every_dtype
+@some_heads
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @every_kind
-def test_cached_steps(kind: str, static: bool):
+def test_cached_steps(kind: str, static: bool, heads: int, dtype: torch.dtype):
     """A prompt, three single tokens and a piece of four, in a padded batch, equal one pass."""
-    model, ids, mask = make(kind, layers=2), tokens(3, 16), lengths_mask(16, 9, 11)
+    model, ids, mask = make(kind, layers=2, heads=heads).to(dtype), tokens(3, 16), lengths_mask(16, 9, 11)
     real = mask.bool()
     with torch.no_grad():
         with exactly(model) as exact_model:
@@ -153,6 +157,43 @@ def test_cached_steps(kind: str, static: bool):
             cache, start = store(out), stop
             logits.append(out.logits)
     assert_within_budget(torch.cat(logits, 1)[real], exact, plain, f"{kind} in steps")
+
+
+@every_dtype
+@some_heads
+@every_kind
+def test_beams(kind: str, heads: int, dtype: torch.dtype):
+    """Two prompts, two beams each, that change places between steps, on every cache."""
+    model = make(kind, layers=2, heads=heads).to(dtype)
+    prompts, mask, orders = tokens(2, 9), lengths_mask(9, 5), ([1, 1, 2, 3], [0, 1, 3, 3], [1, 0, 2, 2])
+    drawn = [tokens(4, 1) for _ in orders]
+
+    def full(model: Any) -> Tensor:
+        """The last logits of each step's whole texts."""
+        texts, real, found = prompts.repeat_interleave(2, 0), mask.repeat_interleave(2, 0), []
+        for order, new in zip(orders, drawn, strict=True):
+            texts, real = torch.cat([texts[order], new], 1), torch.cat([real[order], torch.ones_like(new)], 1)
+            found.append(model(texts, attention_mask=real).logits[:, -1])
+        return torch.stack(found)
+
+    def cached(cache: Any) -> Tensor:
+        model(prompts, attention_mask=mask, use_cache=True, **{CACHE: cache})
+        cache.batch_repeat_interleave(2)
+        real, found = mask.repeat_interleave(2, 0), []
+        for order, new in zip(orders, drawn, strict=True):
+            cache.reorder_cache(torch.tensor(order))
+            real = torch.cat([real[order], torch.ones_like(new)], 1)
+            found.append(model(new, attention_mask=real, use_cache=True, **{CACHE: cache}).logits[:, -1])
+        return torch.stack(found)
+
+    with torch.no_grad():
+        with exactly(model) as exact_model:
+            exact = full(exact_model)
+        with unrounded(model):
+            plain = full(model)
+        linbias.patch(model)
+        for cache in (transformers.DynamicCache(config=model.config), AlibiCache(), AlibiCache(page_size=4)):
+            assert_within_budget(cached(cache), exact, plain, f"{kind} beams on {type(cache).__name__}")
 
 
 @every_kind
