@@ -5,8 +5,8 @@
 //     spent_i + exp(u - m d - lse_i) * gamma * (1 + m d_max)              <= tolerance,
 // and for the keys of the node, with e_i = exp(u - m d - lse_i) * (1 + m d_max),
 //     charged_J + sum of e_i over the rows of the strip                   <= tolerance.
-// The factor 1 + m d_max is there only when slopes get a gradient; a slope of 0 counts as 1 in it, since its gradient is
-// a sum over distances all the same. docs/proof.md derives what follows for gradients.
+// The factor 1 + m d_max is there only when slopes get a gradient; a slope of 0 or less counts as 1 in it, since its
+// gradient is a sum over distances all the same. docs/proof.md derives what follows for gradients.
 #pragma once
 
 #include "frontier.h"
@@ -115,7 +115,7 @@ struct RowAccount {
         if (farther) {
           const Vec<C> most = distinct ? max_keep<C>(absolute<C>(p - low), absolute<C>(p - high)) : splat<C>(kInf<C>);
           const Vec<C> steepest = mp > mf ? mp : mf;
-          share *= C(1) + (steepest == C(0) ? splat<C>(1) : steepest) * most;
+          share *= C(1) + (steepest > C(0) ? steepest : splat<C>(1)) * most;
         }
         const Vec<C> many = distinct ? (one_side ? ranks(slope, node.level) : splat<C>(count(node.level)))
                                      : splat<C>(count(node.level));

@@ -278,7 +278,7 @@ class BackwardWorker {
     const C p = rows_.relative[row];
     const C most = greater(std::fabs(p - C(span.low - rows_.origin)), std::fabs(p - C(span.high - rows_.origin)));
     const C steepest = greater(rows_.past[row], rows_.future[row]);
-    return 1 + (steepest == 0 ? C(1) : steepest) * most;
+    return 1 + (steepest > 0 ? steepest : C(1)) * most;
   }
 
   // A peak is the largest number and does not see NaN, which must reach the gradients.
