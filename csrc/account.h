@@ -57,6 +57,7 @@ struct RowAccount {
 
   alignas(64) C spent[N];  // bound of the skipped share
   alignas(64) C norm[N];   // bound of |scale| |q_i|; infinite where nothing may be skipped
+  alignas(64) C cap[N];    // the soft cap; infinite, too, where nothing may be skipped
   alignas(64) C position[N], past[N], future[N], lse[N];
   bool looking = false;  // computed scores may prove a tile negligible
   bool judging = false;  // and so may norms
@@ -78,11 +79,12 @@ struct RowAccount {
     if (!looking) return;
     tolerance = bounds.tolerance(), key_tolerance = bounds.tolerance() / C(shares);
     constexpr C shrink = 1 - C(1e-6);  // as in Ledger: the rounded product slope * distance must not loosen the bound
-    for (int i = 0; i < N; ++i) spent[i] = norm[i] = position[i] = past[i] = future[i] = 0, lse[i] = kInf<C>;
+    for (int i = 0; i < N; ++i) spent[i] = norm[i] = position[i] = past[i] = future[i] = 0, cap[i] = lse[i] = kInf<C>;
     for (int row = 0; row < rows.rows; ++row) {
       const int i = at(row);
       const bool rewards = rows.past[row] < 0 || (reaches_future && rows.future[row] < 0);
       norm[i] = rewards ? kInf<C> : norms[row] * bounds.norm_scale();
+      cap[i] = rewards ? kInf<C> : bounds.softcap();
       position[i] = rows.relative[row];
       past[i] = rows.past[row] * shrink, future[i] = rows.future[row] * shrink;
       lse[i] = row_lse[row];
@@ -110,7 +112,7 @@ struct RowAccount {
           away = back >= 0 ? back : ahead >= 0 ? ahead : Vec<C>{};
           slope = back >= 0 ? mp : mf;
         }
-        Vec<C> u = min_keep<C>(splat<C>(bounds.softcap()), load<C>(norm + i) * rho);
+        Vec<C> u = min_keep<C>(load<C>(cap + i), load<C>(norm + i) * rho);
         Vec<C> share = exp_held<C>(u - slope * away - load<C>(lse + i) + C(4e-6));
         if (farther) {
           const Vec<C> most = distinct ? max_keep<C>(absolute<C>(p - low), absolute<C>(p - high)) : splat<C>(kInf<C>);

@@ -310,6 +310,24 @@ def test_negative_slopes_with_gradients_skip_nothing_that_matters(slopes: tuple[
         assert (found - exact).abs().max() <= 1e-6 * exact.abs().max()
 
 
+@pytest.mark.parametrize("slopes", [(0.02, -0.01), (-0.3, 0.2)], ids=str)
+def test_a_soft_cap_does_not_bound_what_a_negative_slope_rewards(slopes: tuple[float, float]):
+    # The cap bounds the content of a score, and the reward for distance comes on top.
+    torch.manual_seed(6)
+    positions = torch.randint(0, 30_000, (1200,))
+    leaves = [torch.randn(1, heads, tokens, 16) for heads, tokens in ((2, 100), (1, 1200), (1, 1200))]
+    leaves = [leaf.requires_grad_() for leaf in [*leaves, torch.tensor(slopes)]]
+
+    def results(backend: str, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        options = dict(causal=True, query_positions=positions[-100:], key_positions=positions, softcap=3.0)
+        out = alibi_attention(*leaves, **options, backend=backend)
+        return out, *torch.autograd.grad(out.square().sum(), leaves[:3])
+
+    exact = results("reference", [leaf.detach().double().requires_grad_() for leaf in leaves])
+    for found, wanted in zip(results("native", leaves), exact, strict=True):
+        assert (found - wanted).abs().max() <= 1e-2 * wanted.abs().max()  # scores of thousands, in single precision
+
+
 @pytest.mark.parametrize("value_dim", [1, 64, 301])
 @pytest.mark.parametrize("dim", [1, 3, 257, 300])
 def test_odd_widths(dim: int, value_dim: int):
