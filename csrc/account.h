@@ -92,8 +92,7 @@ struct RowAccount {
   }
 
   // Of the strips in `mask`, those that may skip the node; their rows and its keys are charged.
-  uint32_t judge(const RowTile<C>& rows, const Bounds<C>& bounds, KeyAccount<C>& keys, const KeySpan& span,
-                 const Node<C>& node, C rho) {
+  uint32_t judge(const RowTile<C>& rows, KeyAccount<C>& keys, const KeySpan& span, const Node<C>& node, C rho) {
     // Ranks of distances count only where they are distinct integers and every key gives bias.
     const bool distinct = span.rising && !span.unbiased && rows.compact;
     const C low = C(minus(span.low, rows.origin)), high = C(minus(span.high, rows.origin));

@@ -138,8 +138,7 @@ class BackwardWorker {
       Node<C> node = frontier_.pop();
       if (account_.judging) {
         const C rho = shared_->bounds.rho(rows_.b, rows_.g, tree.node(node.level, node.index));
-        node.mask &=
-            ~account_.judge(rows_, shared_->bounds, key_account_, span_of(node.level, node.index), node, rho);
+        node.mask &= ~account_.judge(rows_, key_account_, span_of(node.level, node.index), node, rho);
         if (node.mask == 0) continue;
       }
       const int64_t child = node.index * kFan;
