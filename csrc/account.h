@@ -5,8 +5,8 @@
 //     spent_i + exp(u - m d - lse_i) * gamma * (1 + m d_max)              <= tolerance,
 // and for the keys of the node, with e_i = exp(u - m d - lse_i) * (1 + m d_max),
 //     charged_J + sum of e_i over the rows of the strip                   <= tolerance.
-// The factor 1 + m d_max is there only when slopes get a gradient; a slope of 0 counts as 1 in it, since its gradient is
-// a sum over distances all the same. docs/proof.md derives what follows for gradients.
+// The factor 1 + m d_max is there only when slopes get a gradient; a slope of 0 or less counts as 1 in it, since its
+// gradient is a sum over distances all the same. docs/proof.md derives what follows for gradients.
 #pragma once
 
 #include "frontier.h"
@@ -57,6 +57,7 @@ struct RowAccount {
 
   alignas(64) C spent[N];  // bound of the skipped share
   alignas(64) C norm[N];   // bound of |scale| |q_i|; infinite where nothing may be skipped
+  alignas(64) C cap[N];    // the soft cap; infinite, too, where nothing may be skipped
   alignas(64) C position[N], past[N], future[N], lse[N];
   bool looking = false;  // computed scores may prove a tile negligible
   bool judging = false;  // and so may norms
@@ -78,11 +79,12 @@ struct RowAccount {
     if (!looking) return;
     tolerance = bounds.tolerance(), key_tolerance = bounds.tolerance() / C(shares);
     constexpr C shrink = 1 - C(1e-6);  // as in Ledger: the rounded product slope * distance must not loosen the bound
-    for (int i = 0; i < N; ++i) spent[i] = norm[i] = position[i] = past[i] = future[i] = 0, lse[i] = kInf<C>;
+    for (int i = 0; i < N; ++i) spent[i] = norm[i] = position[i] = past[i] = future[i] = 0, cap[i] = lse[i] = kInf<C>;
     for (int row = 0; row < rows.rows; ++row) {
       const int i = at(row);
       const bool rewards = rows.past[row] < 0 || (reaches_future && rows.future[row] < 0);
       norm[i] = rewards ? kInf<C> : norms[row] * bounds.norm_scale();
+      cap[i] = rewards ? kInf<C> : bounds.softcap();
       position[i] = rows.relative[row];
       past[i] = rows.past[row] * shrink, future[i] = rows.future[row] * shrink;
       lse[i] = row_lse[row];
@@ -90,8 +92,7 @@ struct RowAccount {
   }
 
   // Of the strips in `mask`, those that may skip the node; their rows and its keys are charged.
-  uint32_t judge(const RowTile<C>& rows, const Bounds<C>& bounds, KeyAccount<C>& keys, const KeySpan& span,
-                 const Node<C>& node, C rho) {
+  uint32_t judge(const RowTile<C>& rows, KeyAccount<C>& keys, const KeySpan& span, const Node<C>& node, C rho) {
     // Ranks of distances count only where they are distinct integers and every key gives bias.
     const bool distinct = span.rising && !span.unbiased && rows.compact;
     const C low = C(minus(span.low, rows.origin)), high = C(minus(span.high, rows.origin));
@@ -110,12 +111,12 @@ struct RowAccount {
           away = back >= 0 ? back : ahead >= 0 ? ahead : Vec<C>{};
           slope = back >= 0 ? mp : mf;
         }
-        Vec<C> u = min_keep<C>(splat<C>(bounds.softcap()), load<C>(norm + i) * rho);
+        Vec<C> u = min_keep<C>(load<C>(cap + i), load<C>(norm + i) * rho);
         Vec<C> share = exp_held<C>(u - slope * away - load<C>(lse + i) + C(4e-6));
         if (farther) {
           const Vec<C> most = distinct ? max_keep<C>(absolute<C>(p - low), absolute<C>(p - high)) : splat<C>(kInf<C>);
           const Vec<C> steepest = mp > mf ? mp : mf;
-          share *= C(1) + (steepest == C(0) ? splat<C>(1) : steepest) * most;
+          share *= C(1) + (steepest > C(0) ? steepest : splat<C>(1)) * most;
         }
         const Vec<C> many = distinct ? (one_side ? ranks(slope, node.level) : splat<C>(count(node.level)))
                                      : splat<C>(count(node.level));

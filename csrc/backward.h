@@ -138,8 +138,7 @@ class BackwardWorker {
       Node<C> node = frontier_.pop();
       if (account_.judging) {
         const C rho = shared_->bounds.rho(rows_.b, rows_.g, tree.node(node.level, node.index));
-        node.mask &=
-            ~account_.judge(rows_, shared_->bounds, key_account_, span_of(node.level, node.index), node, rho);
+        node.mask &= ~account_.judge(rows_, key_account_, span_of(node.level, node.index), node, rho);
         if (node.mask == 0) continue;
       }
       const int64_t child = node.index * kFan;
@@ -278,7 +277,7 @@ class BackwardWorker {
     const C p = rows_.relative[row];
     const C most = greater(std::fabs(p - C(span.low - rows_.origin)), std::fabs(p - C(span.high - rows_.origin)));
     const C steepest = greater(rows_.past[row], rows_.future[row]);
-    return 1 + (steepest == 0 ? C(1) : steepest) * most;
+    return 1 + (steepest > 0 ? steepest : C(1)) * most;
   }
 
   // A peak is the largest number and does not see NaN, which must reach the gradients.

@@ -175,7 +175,7 @@ class ForwardWorker {
     keys_.begin(*call_, rows_, span, tile);
     calm_ = 0;
     if (shared_->bounds.norms())
-      calm_ = ledger_.calm_strips(shared_->bounds, shared_->bounds.rho(rows_.b, rows_.g, tile));
+      calm_ = ledger_.calm_strips(shared_->bounds.rho(rows_.b, rows_.g, tile));
     trim(tile, mask);
     everywhere_ = false;
     std::memset(touched_, 0, sizeof touched_);

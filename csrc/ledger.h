@@ -126,13 +126,14 @@ struct Ledger {
   alignas(64) C weight[N];  // sum of exp(score - top) over what was visited
   alignas(64) C spent[N];   // sum of bounds of what was skipped, as exp(. - top)
   alignas(64) C norm[N];    // bound of |scale| |q_i|; infinite where nothing may be skipped
+  alignas(64) C cap[N];     // the soft cap; infinite, too, where nothing may be skipped
   alignas(64) C position[N], past[N], future[N];
   alignas(64) C gamma[kMaxLevels + 1][2][N];  // by level + 1
   bool looking = false;  // computed scores may prove a tile negligible
   bool judging = false;  // and so may norms
 
   void clear(const RowTile<C>& rows) {
-    for (int i = 0; i < N; ++i) top[i] = -kInf<C>, weight[i] = 0, spent[i] = 0, norm[i] = 0;
+    for (int i = 0; i < N; ++i) top[i] = -kInf<C>, weight[i] = 0, spent[i] = 0, norm[i] = 0, cap[i] = kInf<C>;
     // Rows that pad the last strip agree to any skip: their weight dwarfs every bound.
     constexpr C huge = C(sizeof(C) == 4 ? 1e30 : 1e300);
     for (int row = rows.rows; row < kRows; ++row) top[at(row)] = huge, weight[at(row)] = huge;
@@ -145,7 +146,10 @@ struct Ledger {
     bool some = false;
     for (int row = 0; row < rows.rows; ++row) {
       const bool rewards = rows.past[row] < 0 || (reaches_future && rows.future[row] < 0);
-      if (bounds.norms()) norm[at(row)] = rewards ? kInf<C> : norms[row] * bounds.norm_scale();
+      if (bounds.norms()) {
+        norm[at(row)] = rewards ? kInf<C> : norms[row] * bounds.norm_scale();
+        cap[at(row)] = rewards ? kInf<C> : bounds.softcap();
+      }
       some = some || rows.past[row] > 0 || (reaches_future && rows.future[row] > 0);
     }
     looking = bounds.active() && some, judging = looking && bounds.norms();
@@ -167,7 +171,7 @@ struct Ledger {
     // Ranks of distances count only where they are distinct integers and every key gives bias.
     const bool distinct = keys.rising && !keys.unbiased && rows.compact;
     const C low = C(minus(keys.low, rows.origin)), high = C(minus(keys.high, rows.origin));
-    const C count = bounds.log_count(level), cap = bounds.softcap(), tolerance = bounds.tolerance();
+    const C count = bounds.log_count(level), tolerance = bounds.tolerance();
     constexpr int L = kLanes<C>;
     alignas(64) typename Simd<C>::Int fits[kStrips];
     alignas(64) C total[N];
@@ -192,7 +196,7 @@ struct Ledger {
           log_n = splat<C>(count);
         }
         Vec<C> u = load<C>(norm + i) * rho;
-        u = min_keep<C>(splat<C>(cap), u);
+        u = min_keep<C>(load<C>(cap + i), u);
         // inf * 0 would be NaN, hence a visit: an infinite slope hides nothing at distance 0.
         const Vec<C> bound = exp_held<C>(u - slope * away + log_n - load<C>(top + i));
         const Vec<C> sum = load<C>(spent + i) + bound;
@@ -210,16 +214,15 @@ struct Ledger {
 
   // Strips whose scores against keys of norm `rho` exceed no row's top by more than exp can take in its stride: they
   // need no new top. Rows without one yet are not among them.
-  uint32_t calm_strips(const Bounds<C>& bounds, C rho) const {
+  uint32_t calm_strips(C rho) const {
     constexpr C most = 40;
-    const Vec<C> cap = splat<C>(bounds.softcap());
     alignas(64) typename Simd<C>::Int calm[kStrips];
     for (int v = 0; v < kStrips; v += kLanes<C>) {
       Mask<C> ok = ~Mask<C>{};
 #pragma GCC unroll 6
       for (int r = 0; r < kStrip; ++r) {
         const int i = r * kStrips + v;
-        ok &= min_keep<C>(cap, load<C>(norm + i) * rho) - load<C>(top + i) <= most;
+        ok &= min_keep<C>(load<C>(cap + i), load<C>(norm + i) * rho) - load<C>(top + i) <= most;
       }
       std::memcpy(calm + v, &ok, sizeof ok);
     }

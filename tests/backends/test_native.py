@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from linbias import alibi_slopes
+from linbias import alibi_attention, alibi_slopes
 from linbias.backends import native, reference
 from linbias.problem import Operands, Options, Problem, Result
 from linbias.testing import PROBLEMS, Case, Judge, make_inputs
@@ -254,7 +254,7 @@ def test_distances_are_exact_integers(start: int, step: int):
 
 MEMORY = """
 import resource, torch
-from linbias import alibi_slopes
+from linbias import alibi_attention, alibi_slopes
 from linbias.backends import native, reference
 from linbias.problem import Operands, Options, Problem
 torch.set_num_threads(2)
@@ -288,6 +288,106 @@ def test_why_not_names_its_reason():
     assert "CPU tensors" in str(native.why_not(problem._replace(device=torch.device("meta"))))
     assert "float32" in str(native.why_not(problem._replace(dtype=torch.float8_e4m3fn)))
     assert "reference" in str(native.why_not(problem._replace(transformed=True)))
+
+
+# --- found by attack -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slopes", [(0.02, -0.01), (-0.3, 0.0), (-0.05, -0.2)], ids=str)
+def test_negative_slopes_with_gradients_skip_nothing_that_matters(slopes: tuple[float, float]):
+    # A share counts 1 + m d times where slopes get a gradient; with m below 0 that once made shares negative.
+    torch.manual_seed(5)
+    positions = torch.randint(0, 2000, (352,))
+    leaves = [torch.randn(1, heads, tokens, 16, dtype=torch.float64) for heads, tokens in ((2, 9), (1, 352), (1, 352))]
+    leaves = [leaf.requires_grad_() for leaf in [*leaves, torch.tensor(slopes, dtype=torch.float64)]]
+
+    def gradients(backend: str, tolerance: float) -> tuple[Tensor, ...]:
+        options = dict(causal=False, query_positions=positions[-9:], key_positions=positions)
+        out = alibi_attention(*leaves, **options, tolerance=tolerance, backend=backend)
+        return torch.autograd.grad(out.square().sum(), leaves)
+
+    for found, exact in zip(gradients("native", 1e-9), gradients("reference", 0.0), strict=True):
+        assert (found - exact).abs().max() <= 1e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("slopes", [(0.02, -0.01), (-0.3, 0.2)], ids=str)
+def test_a_soft_cap_does_not_bound_what_a_negative_slope_rewards(slopes: tuple[float, float]):
+    # The cap bounds the content of a score, and the reward for distance comes on top.
+    torch.manual_seed(6)
+    positions = torch.randint(0, 30_000, (1200,))
+    leaves = [torch.randn(1, heads, tokens, 16) for heads, tokens in ((2, 100), (1, 1200), (1, 1200))]
+    leaves = [leaf.requires_grad_() for leaf in [*leaves, torch.tensor(slopes)]]
+
+    def results(backend: str, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        options = dict(causal=True, query_positions=positions[-100:], key_positions=positions, softcap=3.0)
+        out = alibi_attention(*leaves, **options, backend=backend)
+        return out, *torch.autograd.grad(out.square().sum(), leaves[:3])
+
+    exact = results("reference", [leaf.detach().double().requires_grad_() for leaf in leaves])
+    for found, wanted in zip(results("native", leaves), exact, strict=True):
+        assert (found - wanted).abs().max() <= 1e-2 * wanted.abs().max()  # scores of thousands, in single precision
+
+
+@pytest.mark.parametrize("value_dim", [1, 64, 301])
+@pytest.mark.parametrize("dim", [1, 3, 257, 300])
+def test_odd_widths(dim: int, value_dim: int):
+    Judge.of(
+        make_inputs(
+            Case(batch=2, heads=6, kv_heads=2, queries=13, keys=130, head_dim=dim, value_dim=value_dim, causal=True)
+        )
+    ).assert_conforms("native")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_half_types_do_not_read_what_is_hidden(dtype: torch.dtype, value: float):
+    query, key, content = (torch.randn(2, heads, 90, 24).to(dtype) for heads in (4, 2, 2))
+    real = torch.rand(2, 90) < 0.7
+    real[:, 0] = True
+
+    def results(poison: float | None) -> list[Tensor]:
+        leaves = [query.clone(), key.clone(), content.clone()]
+        if poison is not None:
+            for leaf in leaves[1:]:
+                leaf[~real[:, None].expand(2, 2, 90)] = poison
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        out = alibi_attention(*leaves, alibi_slopes(4), causal=False, key_mask=real, backend="native")
+        return [out, *torch.autograd.grad(out.sum(), leaves)]
+
+    for found, wanted in zip(results(value), results(None), strict=True):
+        assert found.equal(wanted)
+
+
+def test_half_precision_far_into_a_long_text():
+    # Positions beyond 65,504 do not exist in half precision; here they are integers.
+    tokens, rows = 70_000, [0, 299, 40_000, 65_520, 69_999]
+    query, key, value = torch.randn(3, 1, 1, tokens, 8).half()
+    out = alibi_attention(query, key, value, torch.tensor([0.05]), causal=True, window=(300, 0), backend="native")
+    for row in rows:
+        near = slice(max(0, row - 300), row + 1)
+        last = (query[:, :, row : row + 1], key[:, :, near], value[:, :, near])
+        exact = alibi_attention(*(x.double() for x in last), torch.tensor([0.05]), causal=True, backend="reference")
+        assert (out[:, :, row] - exact[:, :, 0]).abs().max() <= 2e-3 * value.abs().max()
+
+
+def test_an_interrupt_waits_for_the_call_and_leaves_the_kernels_usable():
+    code = """
+import signal, torch
+from linbias import alibi_attention, alibi_slopes
+torch.set_num_threads(2)
+q = torch.randn(1, 8, 3000, 64)
+small = q[:, :, :200]
+call = lambda x: alibi_attention(x, x, x, torch.zeros(8), causal=True, backend="native")
+wanted = call(small)
+signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+signal.setitimer(signal.ITIMER_REAL, 0.01)
+try:
+    while True:
+        call(q)
+except KeyboardInterrupt:
+    assert call(small).equal(wanted)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 # --- C++ -------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random problems, shapes and strides: forward in every element type against plain loops in double.
+// Random problems, shapes and strides, in every element type: forward against plain loops in double, backward against
+// identities that its gradients must obey.
 //
 // Arrays are exactly as long as their last element needs, so that the address sanitizer sees any step beyond.
 #include <algorithm>
@@ -7,8 +8,9 @@
 #include <vector>
 
 #include "check.h"
-#include "forward_pass.h"
 #include "pack.h"
+#include "passes.h"
+#include "philox.h"
 
 using namespace linbias;
 using namespace linbias::LINBIAS_VARIANT;
@@ -175,6 +177,64 @@ struct Problem {
 };
 
 template <class X>
+Array<void> contiguous(const X* data, const std::vector<int64_t>& shape) {
+  Array<void> array;
+  array.data = data;
+  int64_t stride = 1;
+  for (size_t d = shape.size(); d-- > 0; stride *= shape[d]) array.stride[d] = stride;
+  return array;
+}
+
+// Sum of products of the elements of two (B, heads, tokens, width) arrays, and of their magnitudes.
+template <class X>
+struct Inner {
+  double sum = 0, size = 0;
+
+  Inner(const Array<void>& a, const Array<void>& b, std::vector<int64_t> n) {
+    const Array<X> x = a.as<X>(), y = b.as<X>();
+    for (int64_t i = 0; i < n[0]; ++i)
+      for (int64_t j = 0; j < n[1]; ++j)
+        for (int64_t k = 0; k < n[2]; ++k)
+          for (int64_t l = 0; l < n[3]; ++l) {
+            const double term = double(widen(*x.at(i, j, k, l))) * double(widen(*y.at(i, j, k, l)));
+            sum += term, size += std::fabs(term);
+          }
+  }
+};
+
+// out is linear in v, so <dv, v> = <grad_out, out>; a score is bilinear, so <dq, q> = <dk, k>.
+template <class X, class C>
+void differentiate(Random& random, int number, const Problem<X, C>& p, const std::vector<X>& out, const std::vector<C>& lse) {
+  const Call& call = p.call;
+  const std::vector<int64_t> rows{call.B, call.H, call.T, call.V}, queries{call.B, call.H, call.T, call.D};
+  const std::vector<int64_t> keys{call.B, call.G, call.S, call.D}, values{call.B, call.G, call.S, call.V};
+  Tensor<X> grad_out;
+  Tensor<C> grad_lse;
+  grad_out.make(random, rows, random.chance(.8), [&] { X x; narrow(C(random.normal()), &x); return x; });
+  grad_lse.make(random, {call.B, call.H, call.T}, false, [&] { return C(random.normal()); });
+  std::vector<X> dq(size_t(call.B * call.H * call.T * call.D)), dk(size_t(call.B * call.G * call.S * call.D));
+  std::vector<X> dv(size_t(call.B * call.G * call.S * call.V));
+  std::vector<C> slopes(size_t(call.B * call.H)), future(slopes.size());
+  BackwardCall back;
+  back.out = contiguous(out.data(), rows), back.lse = contiguous(lse.data(), {call.B, call.H, call.T});
+  back.grad_out = grad_out.view;
+  if (random.chance(.5)) back.grad_lse = grad_lse.view;
+  back.grad_query = dq.data(), back.grad_key = dk.data(), back.grad_value = dv.data();
+  if (random.chance(.5)) back.grad_slopes = slopes.data(), back.grad_future_slopes = future.data();
+  backward_pass(call, codec_of<X>(), back);
+  const double unit = std::is_same<X, Half>::value ? 1e-3 : sizeof(X) == 2 ? 8e-3 : sizeof(X) == 4 ? 1e-5 : 1e-14;
+  const Inner<X> by_value(contiguous(dv.data(), values), call.value, values), by_out(grad_out.view, back.out, rows);
+  // What forward skips of a row weighs at most `tolerance`, and so does what backward skips; |v| stays below 6.
+  double skipped = 0;
+  for (const X& g : grad_out.data) skipped += 4 * call.tolerance * std::fabs(double(widen(g))) * 6 / (1 - call.dropout_p);
+  CHECK(std::fabs(by_value.sum - by_out.sum) <= 4 * unit * (by_value.size + by_out.size) + skipped + unit,
+        "problem %d: <dv, v> = %g, <grad_out, out> = %g", number, by_value.sum, by_out.sum);
+  const Inner<X> by_query(contiguous(dq.data(), queries), call.query, queries), by_key(contiguous(dk.data(), keys), call.key, keys);
+  CHECK(std::fabs(by_query.sum - by_key.sum) <= 4 * unit * (by_query.size + by_key.size) + unit,
+        "problem %d: <dq, q> = %g, <dk, k> = %g", number, by_query.sum, by_key.sum);
+}
+
+template <class X>
 void compare(Random& random, int number) {
   using C = typename Accumulator<X>::type;
   const Problem<X, C> p(random);
@@ -184,6 +244,7 @@ void compare(Random& random, int number) {
   std::vector<C> lse(rows), skipped(rows);
   std::vector<int64_t> computed(size_t(call.B * call.H), 0);
   forward_pass(call, codec_of<X>(), {out.data(), lse.data(), skipped.data(), computed.data()});
+  differentiate(random, number, p, out, lse);
   const Dropout dropout(call);
   const double eps = sizeof(C) == 4 ? 1.2e-7 : 2.3e-16, unit = sizeof(X) == 2 ? (std::is_same<X, Half>::value ? 1e-3 : 8e-3) : eps;
   std::vector<double> score(size_t(call.S));
