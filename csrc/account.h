@@ -163,7 +163,7 @@ struct RowAccount {
     const Vec<C> n = splat<C>(count(level));
     // 1 / (1 - e^-m) <= 1 + 1 / m.
     const Vec<C> tail = (C(1) + C(1) / slope) * C(1 + 1e-5);
-    return (slope > C(0)) & (tail < n) ? tail : n;
+    return ((slope > C(0)) & (tail < n)) ? tail : n;
   }
 
   uint32_t settle(KeyAccount<C>& keys, const Node<C>& node, const typename Simd<C>::Int* fits, const C* shares,

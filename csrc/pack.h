@@ -17,11 +17,10 @@ LINBIAS_INLINE const X* row_of(const Rows& rows, int64_t i) {
 template <class C, std::size_t... I>
 LINBIAS_INLINE void interleave(const Vec<C>* in, Vec<C>* out, std::index_sequence<I...>) {
   constexpr int L = kLanes<C>;
-  const Mask<C> low{int(I / 2 + (I % 2) * L)...}, high{int(L / 2 + I / 2 + (I % 2) * L)...};
 #pragma GCC unroll 16
   for (int i = 0; i < L / 2; ++i) {
-    out[2 * i] = __builtin_shuffle(in[i], in[i + L / 2], low);
-    out[2 * i + 1] = __builtin_shuffle(in[i], in[i + L / 2], high);
+    out[2 * i] = __builtin_shufflevector(in[i], in[i + L / 2], int(I / 2 + (I % 2) * L)...);
+    out[2 * i + 1] = __builtin_shufflevector(in[i], in[i + L / 2], int(L / 2 + I / 2 + (I % 2) * L)...);
   }
 }
 

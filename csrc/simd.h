@@ -111,7 +111,7 @@ LINBIAS_INLINE Vec<C> absolute(Vec<C> a) {
 // The lanes of v, each exchanged with the one whose number differs in the bit `By`.
 template <class C, int By, std::size_t... I>
 LINBIAS_INLINE Vec<C> swap_lanes(Vec<C> v, std::index_sequence<I...>) {
-  return __builtin_shuffle(v, Mask<C>{(int(I) ^ By)...});
+  return __builtin_shufflevector(v, v, (int(I) ^ By)...);
 }
 
 template <class C, int By = kLanes<C> / 2>
