@@ -86,17 +86,16 @@ class ForwardWorker {
     ledger_.arm(*call_, rows_, shared_->tree, shared_->bounds, norms_);
   }
 
-  // Query rows times scale; times 1 / softcap where a cap follows.
+  // Query rows times scale.
   void read_query() {
     const Codec<C>& codec = shared_->codec;
     const int64_t step = call_->query.stride[3];
-    const C factor = C(call_->has_softcap ? call_->scale / call_->softcap : call_->scale);
     const int64_t D = call_->D;
     const bool judged = shared_->bounds.norms();
     for (int r = 0; r < rows_.rows; ++r) {
       const void* row = call_->query.at(codec.bytes, rows_.b, rows_.head[r], rows_.query[r]);
       if (judged) norms_[r] = codec.norm_bound(row, step, D);
-      codec.widen(row, step, D, factor, query_.data() + r * D);
+      codec.widen(row, step, D, C(call_->scale), query_.data() + r * D);
     }
     const int64_t padding = rows_.strips * kStrip - rows_.rows;
     std::memset(query_.data() + rows_.rows * D, 0, static_cast<std::size_t>(padding * D) * sizeof(C));
@@ -267,16 +266,16 @@ class ForwardWorker {
     const Examiner<C> examine;
     const int strip;
     const bool capped;
-    const C cap;
+    const C cap, sharpness;
 
     Line(ForwardWorker& w, int s, Filled filled)
         : worker(w), examine(*w.call_, w.rows_, w.keys_, w.pairs_, filled), strip(s), capped(w.call_->has_softcap),
-          cap(C(w.call_->softcap)) {}
+          cap(C(w.call_->softcap)), sharpness(Shared<C>::sharpness(*w.call_)) {}
 
     // Vector j of row r, whose dot products are x.
     LINBIAS_INLINE Vec<C> operator()(Vec<C> x, int r, int j) const {
       const int row = strip * kStrip + r;
-      if (capped) x = tanh_lanes<C>(x) * cap;
+      if (capped) x = tanh_lanes<C>(x * sharpness) * cap;
       if constexpr (F == Form::biased)
         x -= worker.rows_.past[row] * absolute<C>(worker.rows_.relative[row] - load<C>(worker.keys_.relative + j));
       if constexpr (F == Form::examined) {
@@ -487,8 +486,9 @@ class ForwardWorker {
     for (int64_t d = 0; d < width; ++d) out[d] = 0;
     for (int64_t p = 0; p < count; ++p) {
       const Partial<C>& part = partials[p];
-      if (part.top[row] == -kInf<C>) continue;
-      const C factor = std::exp(part.top[row] - top);
+      // Nothing seen. Not so a part whose scores are NaN: it has a weight, of NaN, and no top.
+      if (part.weight[row] == 0) continue;
+      const C factor = part.top[row] == -kInf<C> ? C(1) : std::exp(part.top[row] - top);
       weight += part.weight[row] * factor, spent += part.spent[row] * factor;
       if (!(part.started >> (row / kStrip) & 1)) continue;
       const C* sum = part.out.data() + row * width;
