@@ -160,8 +160,7 @@ class BackwardWorker {
     const KeySpan& span = span_of(0, tile);
     const Sight whole = sight(*call_, rows_.span, span);
     keys_.begin(*call_, rows_, span, tile);
-    everywhere_ = false;
-    std::memset(touched_, 0, sizeof touched_);
+    seen_.clear();
     uint32_t active = 0;
     for (int s = 0; s < rows_.strips; ++s)
       if (mask >> s & 1 && strip_terms(tile, s, whole)) active |= uint32_t(1) << s;
@@ -227,7 +226,7 @@ class BackwardWorker {
       std::memset(slants_.data() + s * kStrip * kTile, 0, sizeof(C) * kStrip * kTile);
     clear_outside(s);
     for (int r = 0; r < rows_.strip_rows(s); ++r) row_terms<F>(s, r, filled);
-    if (F != Form::examined) everywhere_ = true;
+    if (F != Form::examined) seen_.everywhere = true;
     return true;
   }
 
@@ -235,7 +234,7 @@ class BackwardWorker {
   template <Form F>
   bool exponents(int64_t tile, int s, Filled filled) {
     const int begin = range_[s].first, end = range_[s].last, strip_rows = rows_.strip_rows(s);
-    const Examiner<C> examine(*call_, rows_, keys_, pairs_, filled);
+    const Examiner<C> examine(*call_, rows_, keys_, pairs_, s, filled);
     const bool capped = call_->has_softcap;
     const C cap = C(call_->softcap), sharpness = Shared<C>::sharpness(*call_);
     C peak[kStrip], most[kStrip];
@@ -257,8 +256,7 @@ class BackwardWorker {
         if constexpr (F == Form::examined) {
           Mask<C> visible;
           x = examine(x, r, row, j, visible);
-          visible |= load_mask<C>(touched_ + j);
-          std::memcpy(touched_ + j, &visible, sizeof visible);
+          seen_.add(j, visible);
         }
         store<C>(line + j, x - lse);
         best = max_keep<C>(x, best);
@@ -398,7 +396,8 @@ class BackwardWorker {
     const int64_t width = shared_->key_width;
     int64_t key_row = width;
     const C* keys = values_panels_.values(tile, &key_row);
-    if (!everywhere_ && hides_keys(active)) keys = without_hidden(keys, &key_row);
+    if (seen_.hides(range_, rows_.strips, active, keys_.count))
+      keys = seen_.only(keys, keys_.count, width, spare_.data(), &key_row);
     for (int s = 0; s < rows_.strips; ++s) {
       if (!(active >> s & 1)) continue;
       const int begin = range_[s].first, n = lesser(range_[s].last, keys_.count) - begin;
@@ -411,28 +410,6 @@ class BackwardWorker {
         gemm<C, Into::zero>(a, b, c, n, rows_.strip_rows(s), int(width / W));
       started_ |= uint32_t(1) << s;
     }
-  }
-
-  bool hides_keys(uint32_t active) const {
-    for (int s = 0; s < rows_.strips; ++s)
-      if (active >> s & 1)
-        for (int j = range_[s].first; j < lesser(range_[s].last, keys_.count); ++j)
-          if (touched_[j] == 0) return true;
-    return false;
-  }
-
-  // The tile's keys with zeros for those that no row sees: 0 * NaN would leak what does not exist.
-  const C* without_hidden(const C* keys, int64_t* key_row) {
-    const int64_t width = shared_->key_width;
-    for (int j = 0; j < keys_.count; ++j) {
-      C* row = spare_.data() + j * width;
-      if (touched_[j] != 0)
-        std::memcpy(row, keys + j * *key_row, static_cast<std::size_t>(width) * sizeof(C));
-      else
-        std::memset(row, 0, static_cast<std::size_t>(width) * sizeof(C));
-    }
-    *key_row = width;
-    return spare_.data();
   }
 
   void finish() {
@@ -468,8 +445,7 @@ class BackwardWorker {
   bool gives_bias_[kRows];
   Range range_[kStrips];
   uint32_t started_ = 0;  // strips whose rows of grad_query_ hold something
-  alignas(64) typename Simd<C>::Int touched_[kTile];
-  bool everywhere_ = false;
+  SeenKeys<C> seen_;
 };
 
 }  // namespace linbias::LINBIAS_VARIANT
