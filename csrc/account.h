@@ -5,8 +5,8 @@
 //     spent_i + exp(u - m d - lse_i) * gamma * (1 + m d_max)              <= tolerance,
 // and for the keys of the node, with e_i = exp(u - m d - lse_i) * (1 + m d_max),
 //     charged_J + sum of e_i over the rows of the strip                   <= tolerance.
-// The factor 1 + m d_max is there only when slopes get a gradient; a slope of 0 or less counts as 1 in it, since its
-// gradient is a sum over distances all the same. docs/proof.md derives what follows for gradients.
+// The factor 1 + m d_max is there only when slopes get a gradient; in it m is the size of the larger slope, and a slope of
+// 0 counts as 1, since its gradient is a sum over distances all the same. docs/proof.md derives what follows.
 #pragma once
 
 #include "frontier.h"
