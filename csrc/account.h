@@ -5,8 +5,8 @@
 //     spent_i + exp(u - m d - lse_i) * gamma * (1 + m d_max)              <= tolerance,
 // and for the keys of the node, with e_i = exp(u - m d - lse_i) * (1 + m d_max),
 //     charged_J + sum of e_i over the rows of the strip                   <= tolerance.
-// The factor 1 + m d_max is there only when slopes get a gradient; a slope of 0 or less counts as 1 in it, since its
-// gradient is a sum over distances all the same. docs/proof.md derives what follows for gradients.
+// The factor 1 + m d_max is there only when slopes get a gradient; in it m is the size of the larger slope, and a slope of
+// 0 counts as 1, since its gradient is a sum over distances all the same. docs/proof.md derives what follows.
 #pragma once
 
 #include "frontier.h"
@@ -49,18 +49,23 @@ class KeyAccount {
   Buffer<C> own_, peak_;
 };
 
-// The rows' side, for one row tile; row r of strip s lies at [r * kStrips + s], as in Ledger.
+// 1 + m d_max of rows with these slopes, m the larger of their sizes: a negative slope's gradient is a sum over distances
+// like any other, and no charge may be negative.
+template <class V>
+LINBIAS_INLINE V distance_factor(V past, V future, V most) {
+  past = past < 0 ? -past : past, future = future < 0 ? -future : future;
+  const V steepest = past < future ? future : past;
+  return 1 + (steepest == 0 ? V{} + 1 : steepest) * most;
+}
+
+// The rows' side, for one row tile.
 template <class C>
-struct RowAccount {
-  static constexpr int N = Ledger<C>::N;
-  static constexpr int at(int row) { return Ledger<C>::at(row); }
+struct RowAccount : JudgedRows<C> {
+  using Base = JudgedRows<C>;
+  using Base::at, Base::N, Base::looking, Base::judging, Base::past, Base::future, Base::position;
 
   alignas(64) C spent[N];  // bound of the skipped share
-  alignas(64) C norm[N];   // bound of |scale| |q_i|; infinite where nothing may be skipped
-  alignas(64) C cap[N];    // the soft cap; infinite, too, where nothing may be skipped
-  alignas(64) C position[N], past[N], future[N], lse[N];
-  bool looking = false;  // computed scores may prove a tile negligible
-  bool judging = false;  // and so may norms
+  alignas(64) C lse[N];
   bool farther = false;  // slopes get a gradient: shares count 1 + m d_max times
   C tolerance = 0;       // of a row
   C key_tolerance = 0;   // of a key, among the rows that share an account
@@ -68,34 +73,17 @@ struct RowAccount {
   // `norms[row]` bounds |q|, `row_lse[row]` is +inf for rows that see nothing.
   void arm(const Call& call, const RowTile<C>& rows, const Bounds<C>& bounds, const C* norms, const C* row_lse,
            bool slopes_wanted, int shares) {
-    looking = judging = false;
     farther = slopes_wanted;
-    if (!bounds.active()) return;
-    const bool reaches_future = !call.causal || call.prefix > 0;
-    bool some = false;
-    for (int row = 0; row < rows.rows; ++row)
-      some = some || rows.past[row] > 0 || (reaches_future && rows.future[row] > 0);
-    looking = some, judging = some && bounds.norms();
+    this->arm_rows(call, rows, bounds, norms);
     if (!looking) return;
     tolerance = bounds.tolerance(), key_tolerance = bounds.tolerance() / C(shares);
-    constexpr C shrink = 1 - C(1e-6);  // as in Ledger: the rounded product slope * distance must not loosen the bound
-    for (int i = 0; i < N; ++i) spent[i] = norm[i] = position[i] = past[i] = future[i] = 0, cap[i] = lse[i] = kInf<C>;
-    for (int row = 0; row < rows.rows; ++row) {
-      const int i = at(row);
-      const bool rewards = rows.past[row] < 0 || (reaches_future && rows.future[row] < 0);
-      norm[i] = rewards ? kInf<C> : norms[row] * bounds.norm_scale();
-      cap[i] = rewards ? kInf<C> : bounds.softcap();
-      position[i] = rows.relative[row];
-      past[i] = rows.past[row] * shrink, future[i] = rows.future[row] * shrink;
-      lse[i] = row_lse[row];
-    }
+    for (int i = 0; i < N; ++i) spent[i] = 0, lse[i] = kInf<C>;
+    for (int row = 0; row < rows.rows; ++row) lse[at(row)] = row_lse[row];
   }
 
   // Of the strips in `mask`, those that may skip the node; their rows and its keys are charged.
   uint32_t judge(const RowTile<C>& rows, KeyAccount<C>& keys, const KeySpan& span, const Node<C>& node, C rho) {
-    // Ranks of distances count only where they are distinct integers and every key gives bias.
-    const bool distinct = span.rising && !span.unbiased && rows.compact;
-    const C low = C(minus(span.low, rows.origin)), high = C(minus(span.high, rows.origin));
+    const typename Base::Place place = Base::place(rows, span, node.distance);
     alignas(64) C total[N], shares[kStrips];
     alignas(64) typename Simd<C>::Int fits[kStrips];
     for (int v = 0; v < kStrips; v += kLanes<C>) {
@@ -103,23 +91,15 @@ struct RowAccount {
       Vec<C> sum = {};
       for (int r = 0; r < kStrip; ++r) {
         const int i = r * kStrips + v;
-        const Vec<C> p = load<C>(position + i), back = p - high, ahead = low - p;
-        const Vec<C> mp = load<C>(past + i), mf = load<C>(future + i);
-        const Mask<C> one_side = (back >= 0) | (ahead >= 0);
-        Vec<C> away = splat<C>(node.distance), slope = mp < mf ? mp : mf;
-        if (distinct) {
-          away = back >= 0 ? back : ahead >= 0 ? ahead : Vec<C>{};
-          slope = back >= 0 ? mp : mf;
-        }
-        Vec<C> u = min_keep<C>(load<C>(cap + i), load<C>(norm + i) * rho);
-        Vec<C> share = exp_held<C>(u - slope * away - load<C>(lse + i) + C(4e-6));
+        const typename Base::Reach to = this->reach(i, place, rho);
+        Vec<C> share = exp_held<C>(to.score - load<C>(lse + i) + C(4e-6));
         if (farther) {
-          const Vec<C> most = distinct ? max_keep<C>(absolute<C>(p - low), absolute<C>(p - high)) : splat<C>(kInf<C>);
-          const Vec<C> steepest = mp > mf ? mp : mf;
-          share *= C(1) + (steepest > C(0) ? steepest : splat<C>(1)) * most;
+          const Vec<C> p = load<C>(position + i);
+          const Vec<C> most = place.distinct ? max_keep<C>(absolute<C>(p - place.low), absolute<C>(p - place.high))
+                                             : splat<C>(kInf<C>);
+          share *= distance_factor(load<C>(past + i), load<C>(future + i), most);
         }
-        const Vec<C> many = distinct ? (one_side ? ranks(slope, node.level) : splat<C>(count(node.level)))
-                                     : splat<C>(count(node.level));
+        const Vec<C> many = (to.past | to.future) ? ranks(to.slope, node.level) : splat<C>(count(node.level));
         const Vec<C> row_total = load<C>(spent + i) + share * many;
         store<C>(total + i, row_total);
         ok &= row_total <= splat<C>(tolerance);

@@ -112,7 +112,7 @@ class BackwardWorker {
     const void* row = call_->query.at(codec.bytes, b, h, i);
     const int64_t step = call_->query.stride[3];
     if (shared_->bounds.active()) norms_[r] = codec.norm_bound(row, step, D);
-    codec.widen(row, step, D, query_factor(), query);
+    codec.widen(row, step, D, C(call_->scale), query);
     if (back.grad_out) {
       codec.widen(back.grad_out.at(codec.bytes, b, h, i), back.grad_out.stride[3], V, C(1), grad);
       codec.widen(back.out.at(codec.bytes, b, h, i), back.out.stride[3], V, C(1), spare_.data());
@@ -125,8 +125,6 @@ class BackwardWorker {
     }
     if (back.grad_lse) delta_[r] -= *back.grad_lse.template as<C>().at(b, h, i);
   }
-
-  C query_factor() const { return C(call_->has_softcap ? call_->scale / call_->softcap : call_->scale); }
 
   // Farthest nodes first: they are the cheapest to skip. Z is known, so the order of visits is free.
   void pursue() {
@@ -162,8 +160,7 @@ class BackwardWorker {
     const KeySpan& span = span_of(0, tile);
     const Sight whole = sight(*call_, rows_.span, span);
     keys_.begin(*call_, rows_, span, tile);
-    everywhere_ = false;
-    std::memset(touched_, 0, sizeof touched_);
+    seen_.clear();
     uint32_t active = 0;
     for (int s = 0; s < rows_.strips; ++s)
       if (mask >> s & 1 && strip_terms(tile, s, whole)) active |= uint32_t(1) << s;
@@ -222,11 +219,14 @@ class BackwardWorker {
       filled = fill_pairs(*call_, rows_, keys_, s, seen, masked, pairs_);
     }
     if (!exponents<F>(tile, s, filled)) return false;
-    if (shared_->scores_wanted)
+    // Without a gradient of the output no value has a part in dS, NaN included.
+    if (shared_->scores_wanted && shared_->back.grad_out)
       product(values_panels_.keys(tile), grad_out_, shared_->value_width, call_->V, s, slants_);
+    else
+      std::memset(slants_.data() + s * kStrip * kTile, 0, sizeof(C) * kStrip * kTile);
     clear_outside(s);
     for (int r = 0; r < rows_.strip_rows(s); ++r) row_terms<F>(s, r, filled);
-    if (F != Form::examined) everywhere_ = true;
+    if (F != Form::examined) seen_.everywhere = true;
     return true;
   }
 
@@ -234,9 +234,9 @@ class BackwardWorker {
   template <Form F>
   bool exponents(int64_t tile, int s, Filled filled) {
     const int begin = range_[s].first, end = range_[s].last, strip_rows = rows_.strip_rows(s);
-    const Examiner<C> examine(*call_, rows_, keys_, pairs_, filled);
+    const Examiner<C> examine(*call_, rows_, keys_, pairs_, s, filled);
     const bool capped = call_->has_softcap;
-    const C cap = C(call_->softcap);
+    const C cap = C(call_->softcap), sharpness = Shared<C>::sharpness(*call_);
     C peak[kStrip], most[kStrip];
     for (int r = 0; r < strip_rows; ++r) {
       const int row = s * kStrip + r;
@@ -248,36 +248,34 @@ class BackwardWorker {
       for (int j = begin; j < end; j += kLanes<C>) {
         Vec<C> x = load<C>(line + j);
         if (capped) {
-          const Vec<C> t = tanh_lanes<C>(x);
-          store<C>(gain + j, (C(1) - t * t) * cap);
+          const Vec<C> t = tanh_lanes<C>(x * sharpness);
+          store<C>(gain + j, C(1) - t * t);
           x = t * cap;
         }
         if constexpr (F == Form::biased) x -= slope * absolute<C>(position - load<C>(keys_.relative + j));
         if constexpr (F == Form::examined) {
           Mask<C> visible;
           x = examine(x, r, row, j, visible);
-          visible |= load_mask<C>(touched_ + j);
-          std::memcpy(touched_ + j, &visible, sizeof visible);
+          seen_.add(j, visible);
         }
         store<C>(line + j, x - lse);
         best = max_keep<C>(x, best);
       }
       peak[r] = max_lanes<C>(best);
-      most[r] = distance_factor(row);
+      most[r] = factor_of(row);
     }
     if (!account_.looking || has_nan(s)) return true;
     return !account_.settle_computed(key_account_, tile, s, strip_rows, peak, most, end - begin);
   }
 
   // 1 + m d_max of a row and the current tile, where slopes get a gradient.
-  C distance_factor(int row) const {
+  C factor_of(int row) const {
     if (!shared_->slopes_wanted || !gives_bias_[row]) return 1;
     if (!keys_.exact) return kInf<C>;
     const KeySpan& span = *keys_.span;
     const C p = rows_.relative[row];
     const C most = greater(std::fabs(p - C(span.low - rows_.origin)), std::fabs(p - C(span.high - rows_.origin)));
-    const C steepest = greater(rows_.past[row], rows_.future[row]);
-    return 1 + (steepest > 0 ? steepest : C(1)) * most;
+    return distance_factor(rows_.past[row], rows_.future[row], most);
   }
 
   // A peak is the largest number and does not see NaN, which must reach the gradients.
@@ -374,7 +372,7 @@ class BackwardWorker {
         reach = {lesser(reach.first, range_[s].first), greater(reach.last, range_[s].last)};
       reach.last = lesser(reach.last, keys_.count);
       const int first_row = from * kStrip, count = lesser(s * kStrip, rows_.rows) - first_row;
-      if (value) transposed(weights_, grad_out_, shared_->value_width, first_row, count, reach, value);
+      if (value && shared_->back.grad_out) transposed(weights_, grad_out_, shared_->value_width, first_row, count, reach, value);
       if (key) transposed(slants_, query_, shared_->key_width, first_row, count, reach, key);
     }
   }
@@ -398,7 +396,8 @@ class BackwardWorker {
     const int64_t width = shared_->key_width;
     int64_t key_row = width;
     const C* keys = values_panels_.values(tile, &key_row);
-    if (!everywhere_ && hides_keys(active)) keys = without_hidden(keys, &key_row);
+    if (seen_.hides(range_, rows_.strips, active, keys_.count))
+      keys = seen_.only(keys, keys_.count, width, spare_.data(), &key_row);
     for (int s = 0; s < rows_.strips; ++s) {
       if (!(active >> s & 1)) continue;
       const int begin = range_[s].first, n = lesser(range_[s].last, keys_.count) - begin;
@@ -413,31 +412,9 @@ class BackwardWorker {
     }
   }
 
-  bool hides_keys(uint32_t active) const {
-    for (int s = 0; s < rows_.strips; ++s)
-      if (active >> s & 1)
-        for (int j = range_[s].first; j < lesser(range_[s].last, keys_.count); ++j)
-          if (touched_[j] == 0) return true;
-    return false;
-  }
-
-  // The tile's keys with zeros for those that no row sees: 0 * NaN would leak what does not exist.
-  const C* without_hidden(const C* keys, int64_t* key_row) {
-    const int64_t width = shared_->key_width;
-    for (int j = 0; j < keys_.count; ++j) {
-      C* row = spare_.data() + j * width;
-      if (touched_[j] != 0)
-        std::memcpy(row, keys + j * *key_row, static_cast<std::size_t>(width) * sizeof(C));
-      else
-        std::memset(row, 0, static_cast<std::size_t>(width) * sizeof(C));
-    }
-    *key_row = width;
-    return spare_.data();
-  }
-
   void finish() {
     if (!shared_->back.grad_query) return;
-    const C factor = query_factor();
+    const C factor = C(call_->scale);
     for (int row = 0; row < rows_.rows; ++row) {
       const bool empty = !(started_ >> (row / kStrip) & 1);
       const int64_t bytes = call_->D * shared_->codec.bytes;
@@ -468,8 +445,7 @@ class BackwardWorker {
   bool gives_bias_[kRows];
   Range range_[kStrips];
   uint32_t started_ = 0;  // strips whose rows of grad_query_ hold something
-  alignas(64) typename Simd<C>::Int touched_[kTile];
-  bool everywhere_ = false;
+  SeenKeys<C> seen_;
 };
 
 }  // namespace linbias::LINBIAS_VARIANT

@@ -103,23 +103,6 @@ class SumPool {
   Buffer<int> left_;
 };
 
-// The kv heads in falling order of what their slopes let them see, so that the long tasks start first.
-template <class C>
-inline void longest_first(const Call& call, Buffer<int64_t>& order) {
-  const Array<C> slopes = call.slopes.as<C>();
-  Buffer<double> cost(call.G);
-  for (int64_t g = 0; g < call.G; ++g) {
-    cost[g] = 0;
-    for (int64_t h = g * call.group(); h < (g + 1) * call.group(); ++h) {
-      const double m = double(*slopes.at(0, h)), all = double(call.S);
-      cost[g] += m > 0 && 24 / m < all ? 24 / m : all;
-    }
-    int64_t place = g;
-    for (; place > 0 && cost[order[place - 1]] < cost[g]; --place) order[place] = order[place - 1];
-    order[place] = g;
-  }
-}
-
 template <class C>
 inline void write_slopes(const BackShared<C>& shared, const Buffer<double>& sums) {
   const Call& call = shared.call;
@@ -148,6 +131,22 @@ inline void no_pairs(const Call& call, const Codec<C>& codec, const BackwardCall
   clear(back.grad_future_slopes, call.B * call.H, sizeof(C));
 }
 
+// Memory in which the shares of all heads at work sum dK and dV.
+constexpr int64_t kSumBytes = int64_t(24) << 20;
+
+// Enough shares that the last tasks to end leave few workers idle, as long as their sums are not much to keep: a
+// single share of plain elements needs no memory but the gradients.
+template <class C>
+inline int shares_of(const BackShared<C>& shared) {
+  const Call& call = shared.call;
+  if (call.threads <= 1) return 1;
+  const int64_t heads = call.B * call.G, at_work = lesser<int64_t>(call.threads, heads);
+  const int64_t width = (shared.back.grad_key ? shared.key_width : 0) + (shared.back.grad_value ? shared.value_width : 0);
+  const int64_t bytes = greater<int64_t>(1, at_work * call.S * width * int64_t(sizeof(C)));
+  const int64_t useful = lesser(shared.tiling.tiles_per_unit, ceil_div(8 * call.threads, heads));
+  return int(greater<int64_t>(1, lesser(lesser<int64_t>(useful, 8), kSumBytes / bytes)));
+}
+
 template <class C>
 void backward_pass(const Call& call, const Codec<C>& codec, const BackwardCall& back) {
   if (call.B * call.H * call.T == 0 || call.S == 0) return no_pairs(call, codec, back);
@@ -155,9 +154,7 @@ void backward_pass(const Call& call, const Codec<C>& codec, const BackwardCall& 
   shared.tree.build(call);
   measure_keys(shared, false);
   const int64_t heads = call.B * call.G, tiles = shared.tiling.tiles_per_unit;
-  // Enough tasks that the last ones to end leave few workers idle.
-  if (call.threads > 1)
-    shared.shares = int(lesser<int64_t>(greater<int64_t>(1, lesser(tiles, ceil_div(8 * call.threads, heads))), 8));
+  shared.shares = shares_of(shared);
   const int64_t tasks = heads * shared.shares;
   const int threads = int(lesser<int64_t>(call.threads, tasks));
   const int64_t tile_bytes = kTile * (2 * shared.key_width + 2 * shared.value_width) * int64_t(sizeof(C));
@@ -166,13 +163,12 @@ void backward_pass(const Call& call, const Codec<C>& codec, const BackwardCall& 
   for (int w = 0; w < threads; ++w) workers[w].reset(shared, slots);
   SumPool<C> pool(shared, lesser<int64_t>(threads, heads));
   Buffer<double> slope_sums(tasks * call.group() * 2, true);
-  Buffer<int64_t> order(call.G);
-  longest_first<C>(call, order);
+  Buffer<int64_t> order;
+  order_heads<C>(call, order);
   parallel(threads, tasks, [&](int64_t task, int worker) {
-    const int64_t place = task / shared.shares, b = place % call.B, g = order[place / call.B];
+    const int64_t head = order[task / shared.shares], b = head / call.G, g = head % call.G;
     const int share = int(task % shared.shares);
     const int64_t first = tiles * share / shared.shares, last = tiles * (share + 1) / shared.shares;
-    const int64_t head = b * call.G + g;
     workers[worker].run(b, g, first, last, pool.open(head, share),
                         slope_sums.data() + (head * shared.shares + share) * call.group() * 2);
     pool.close(head);

@@ -46,5 +46,9 @@ template <class C>
 LINBIAS_INLINE C larger_or_nan(C a, C b) {
   return b > a || b != b ? b : a;
 }
+template <class C>
+LINBIAS_INLINE C smaller_or_nan(C a, C b) {
+  return b < a || b != b ? b : a;
+}
 
 }  // namespace linbias::LINBIAS_VARIANT

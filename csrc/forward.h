@@ -86,17 +86,16 @@ class ForwardWorker {
     ledger_.arm(*call_, rows_, shared_->tree, shared_->bounds, norms_);
   }
 
-  // Query rows times scale; times 1 / softcap where a cap follows.
+  // Query rows times scale.
   void read_query() {
     const Codec<C>& codec = shared_->codec;
     const int64_t step = call_->query.stride[3];
-    const C factor = C(call_->has_softcap ? call_->scale / call_->softcap : call_->scale);
     const int64_t D = call_->D;
     const bool judged = shared_->bounds.norms();
     for (int r = 0; r < rows_.rows; ++r) {
       const void* row = call_->query.at(codec.bytes, rows_.b, rows_.head[r], rows_.query[r]);
       if (judged) norms_[r] = codec.norm_bound(row, step, D);
-      codec.widen(row, step, D, factor, query_.data() + r * D);
+      codec.widen(row, step, D, C(call_->scale), query_.data() + r * D);
     }
     const int64_t padding = rows_.strips * kStrip - rows_.rows;
     std::memset(query_.data() + rows_.rows * D, 0, static_cast<std::size_t>(padding * D) * sizeof(C));
@@ -177,8 +176,7 @@ class ForwardWorker {
     if (shared_->bounds.norms())
       calm_ = ledger_.calm_strips(shared_->bounds.rho(rows_.b, rows_.g, tile));
     trim(tile, mask);
-    everywhere_ = false;
-    std::memset(touched_, 0, sizeof touched_);
+    seen_.clear();
     uint32_t active = 0;
     for (int s = 0; s < rows_.strips; ++s)
       if (mask >> s & 1 && score_strip(tile, s, whole)) active |= uint32_t(1) << s;
@@ -267,23 +265,22 @@ class ForwardWorker {
     const Examiner<C> examine;
     const int strip;
     const bool capped;
-    const C cap;
+    const C cap, sharpness;
 
     Line(ForwardWorker& w, int s, Filled filled)
-        : worker(w), examine(*w.call_, w.rows_, w.keys_, w.pairs_, filled), strip(s), capped(w.call_->has_softcap),
-          cap(C(w.call_->softcap)) {}
+        : worker(w), examine(*w.call_, w.rows_, w.keys_, w.pairs_, s, filled), strip(s), capped(w.call_->has_softcap),
+          cap(C(w.call_->softcap)), sharpness(Shared<C>::sharpness(*w.call_)) {}
 
     // Vector j of row r, whose dot products are x.
     LINBIAS_INLINE Vec<C> operator()(Vec<C> x, int r, int j) const {
       const int row = strip * kStrip + r;
-      if (capped) x = tanh_lanes<C>(x) * cap;
+      if (capped) x = tanh_lanes<C>(x * sharpness) * cap;
       if constexpr (F == Form::biased)
         x -= worker.rows_.past[row] * absolute<C>(worker.rows_.relative[row] - load<C>(worker.keys_.relative + j));
       if constexpr (F == Form::examined) {
         Mask<C> visible;
         x = examine(x, r, row, j, visible);
-        visible |= load_mask<C>(worker.touched_ + j);
-        std::memcpy(worker.touched_ + j, &visible, sizeof visible);
+        worker.seen_.add(j, visible);
       }
       return x;
     }
@@ -298,7 +295,7 @@ class ForwardWorker {
       keys_.prepare(*call_, rows_.b);
       filled = fill_pairs(*call_, rows_, keys_, s, seen, masked, pairs_);
     } else {
-      everywhere_ = true;
+      seen_.everywhere = true;
     }
     const Line<F> line(*this, s, filled);
     const bool look = ledger_.worth_looking(shared_->bounds, rows_, s, *keys_.span);
@@ -424,7 +421,8 @@ class ForwardWorker {
     const int64_t width = shared_->value_width;
     int64_t value_row = width;
     const C* values = cache_.values(tile, &value_row);
-    if (!everywhere_ && hides_keys(active)) values = without_hidden(values, &value_row);
+    if (seen_.hides(range_, rows_.strips, active, keys_.count))
+      values = seen_.only(values, keys_.count, width, spare_.data(), &value_row);
     for (int s = 0; s < rows_.strips; ++s) {
       if (!(active >> s & 1)) continue;
       const Range range = range_[s];
@@ -440,29 +438,6 @@ class ForwardWorker {
         gemm<C, Into::add>(a, b, c, n, strip_rows, panels);
       started_ |= uint32_t(1) << s;
     }
-  }
-
-  // Whether some key in reach of the active strips is visible to none of their rows.
-  bool hides_keys(uint32_t active) const {
-    for (int s = 0; s < rows_.strips; ++s)
-      if (active >> s & 1)
-        for (int j = range_[s].first; j < range_[s].last; ++j)
-          if (touched_[j] == 0) return true;
-    return false;
-  }
-
-  // The tile's values with zeros for keys that no row sees: 0 * NaN would leak what does not exist.
-  const C* without_hidden(const C* values, int64_t* value_row) {
-    const int64_t width = shared_->value_width;
-    for (int j = 0; j < keys_.count; ++j) {
-      C* row = spare_.data() + j * width;
-      if (touched_[j] != 0)
-        std::memcpy(row, values + j * *value_row, static_cast<std::size_t>(width) * sizeof(C));
-      else
-        std::memset(row, 0, static_cast<std::size_t>(width) * sizeof(C));
-    }
-    *value_row = width;
-    return spare_.data();
   }
 
   // --- results ---
@@ -487,8 +462,9 @@ class ForwardWorker {
     for (int64_t d = 0; d < width; ++d) out[d] = 0;
     for (int64_t p = 0; p < count; ++p) {
       const Partial<C>& part = partials[p];
-      if (part.top[row] == -kInf<C>) continue;
-      const C factor = std::exp(part.top[row] - top);
+      // Nothing seen. Not so a part whose scores are NaN: it has a weight, of NaN, and no top.
+      if (part.weight[row] == 0) continue;
+      const C factor = part.top[row] == -kInf<C> ? C(1) : std::exp(part.top[row] - top);
       weight += part.weight[row] * factor, spent += part.spent[row] * factor;
       if (!(part.started >> (row / kStrip) & 1)) continue;
       const C* sum = part.out.data() + row * width;
@@ -553,9 +529,7 @@ class ForwardWorker {
   Range range_[kStrips], kept_[kStrips];
   int64_t computed_[kStrips];
   uint32_t started_ = 0;  // strips whose rows of out_ hold something
-  // Keys of the current tile that some row of an examined strip sees; everywhere_: some strip sees them all.
-  alignas(64) typename Simd<C>::Int touched_[kTile];
-  bool everywhere_ = false;
+  SeenKeys<C> seen_;
   uint32_t calm_ = 0;  // strips that need no new top for the current tile
 };
 

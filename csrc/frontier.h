@@ -24,6 +24,9 @@ inline C node_distance(const Call& call, const RowTile<C>& rows, const KeyTree<C
     return C(greater<int64_t>(0, greater(back, ahead)));
   }
   const C* box = tree.box(rows.b, level, index);
+  // Nobody knows how far a key at NaN is: nearer than any bound allows to skip.
+  for (int64_t c = 0; c < call.C; ++c)
+    if (box[c] != box[c]) return -kInf<C>;
   C least = kInf<C>;
   for (int r = 0; r < rows.rows; ++r) {
     C distance = 0;

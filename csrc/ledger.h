@@ -115,25 +115,91 @@ class Bounds {
   Buffer<C> norms_, gamma_;
 };
 
-// The running softmax of a row tile and its account. Row r of strip s lies at [r * kStrips + s]: a vector holds one row
-// of several strips, and all strips of a tile are judged together.
+// What judging reads of the rows of a tile, in forward and backward. Row r of strip s lies at [r * kStrips + s]: a vector
+// holds one row of several strips, and all strips of a tile are judged together.
 template <class C>
-struct Ledger {
+struct JudgedRows {
   static constexpr int N = kStrip * kStrips;
   static constexpr int at(int row) { return row % kStrip * kStrips + row / kStrip; }
+
+  // Bounds of |scale| |q_i| and of a capped score: both infinite where nothing may be skipped, since a finite cap would
+  // make a finite bound of an infinite norm.
+  alignas(64) C norm[N], cap[N];
+  alignas(64) C position[N], past[N], future[N];
+  bool looking = false;  // computed scores may prove a tile negligible
+  bool judging = false;  // and so may norms
+
+  // `norms[row]` bounds |q|.
+  void arm_rows(const Call& call, const RowTile<C>& rows, const Bounds<C>& bounds, const C* norms) {
+    const bool reaches_future = !call.causal || call.prefix > 0;
+    bool some = false;
+    for (int row = 0; row < rows.rows; ++row)
+      some = some || rows.past[row] > 0 || (reaches_future && rows.future[row] > 0);
+    looking = bounds.active() && some, judging = looking && bounds.norms();
+    if (!bounds.norms()) return;
+    constexpr C shrink = 1 - C(1e-6);  // the product slope * distance is rounded; the bound must not gain by it
+    for (int i = 0; i < N; ++i) norm[i] = cap[i] = position[i] = past[i] = future[i] = 0;
+    for (int row = 0; row < rows.rows; ++row) {
+      const int i = at(row);
+      // A negative slope rewards distance; a slope of NaN says nothing.
+      const bool bounded = rows.past[row] >= 0 && (!reaches_future || rows.future[row] >= 0);
+      norm[i] = bounded ? norms[row] * bounds.norm_scale() : kInf<C>;
+      cap[i] = bounded ? bounds.softcap() : kInf<C>;
+      position[i] = rows.relative[row];
+      past[i] = rows.past[row] * shrink, future[i] = rows.future[row] * shrink;
+    }
+  }
+
+  // A node of keys as the rows see it.
+  struct Place {
+    bool distinct;  // distances to one side are distinct integers, and every key gives bias
+    C low, high;    // positions relative to the rows' origin
+    C distance;     // the nearest, where positions do not tell it
+  };
+  static Place place(const RowTile<C>& rows, const KeySpan& keys, C distance) {
+    return {keys.rising && !keys.unbiased && rows.compact, C(minus(keys.low, rows.origin)),
+            C(minus(keys.high, rows.origin)), distance};
+  }
+
+  // What rows i, i + 1, ... of the vector can have in common with a node whose largest key norm is rho.
+  struct Reach {
+    Vec<C> score;          // the most that a key can score, bias included
+    Vec<C> slope;          // the least on the node's side
+    Mask<C> past, future;  // distances are distinct and the node lies wholly before, or after
+  };
+  LINBIAS_INLINE Reach reach(int i, const Place& keys, C rho) const {
+    const Vec<C> mp = load<C>(past + i), mf = load<C>(future + i);
+    Reach to{{}, mp < mf ? mp : mf, {}, {}};
+    Vec<C> away = splat<C>(keys.distance);
+    if (keys.distinct) {
+      const Vec<C> p = load<C>(position + i), back = p - keys.high, ahead = keys.low - p;
+      to.past = back >= 0, to.future = ahead >= 0;
+      away = to.past ? back : to.future ? ahead : Vec<C>{};
+      to.slope = to.past ? mp : mf;
+    }
+    to.score = limit(i, rho) - to.slope * away;
+    return to;
+  }
+
+  // The most that rows i, i + 1, ... can score against a key of norm rho before the bias.
+  LINBIAS_INLINE Vec<C> limit(int i, C rho) const {
+    return min_keep<C>(load<C>(cap + i), load<C>(norm + i) * rho);
+  }
+};
+
+// The running softmax of a row tile and its account.
+template <class C>
+struct Ledger : JudgedRows<C> {
+  using Base = JudgedRows<C>;
+  using Base::at, Base::N, Base::looking, Base::judging;
 
   alignas(64) C top[N];     // largest score visited; -inf before the first
   alignas(64) C weight[N];  // sum of exp(score - top) over what was visited
   alignas(64) C spent[N];   // sum of bounds of what was skipped, as exp(. - top)
-  alignas(64) C norm[N];    // bound of |scale| |q_i|; infinite where nothing may be skipped
-  alignas(64) C cap[N];     // the soft cap; infinite, too, where nothing may be skipped
-  alignas(64) C position[N], past[N], future[N];
   alignas(64) C gamma[kMaxLevels + 1][2][N];  // by level + 1
-  bool looking = false;  // computed scores may prove a tile negligible
-  bool judging = false;  // and so may norms
 
   void clear(const RowTile<C>& rows) {
-    for (int i = 0; i < N; ++i) top[i] = -kInf<C>, weight[i] = 0, spent[i] = 0, norm[i] = 0, cap[i] = kInf<C>;
+    for (int i = 0; i < N; ++i) top[i] = -kInf<C>, weight[i] = 0, spent[i] = 0;
     // Rows that pad the last strip agree to any skip: their weight dwarfs every bound.
     constexpr C huge = C(sizeof(C) == 4 ? 1e30 : 1e300);
     for (int row = rows.rows; row < kRows; ++row) top[at(row)] = huge, weight[at(row)] = huge;
@@ -142,25 +208,8 @@ struct Ledger {
 
   // Prepares judging; `norms[row]` bounds |q|.
   void arm(const Call& call, const RowTile<C>& rows, const KeyTree<C>& tree, const Bounds<C>& bounds, const C* norms) {
-    const bool reaches_future = !call.causal || call.prefix > 0;
-    bool some = false;
-    for (int row = 0; row < rows.rows; ++row) {
-      const bool rewards = rows.past[row] < 0 || (reaches_future && rows.future[row] < 0);
-      if (bounds.norms()) {
-        norm[at(row)] = rewards ? kInf<C> : norms[row] * bounds.norm_scale();
-        cap[at(row)] = rewards ? kInf<C> : bounds.softcap();
-      }
-      some = some || rows.past[row] > 0 || (reaches_future && rows.future[row] > 0);
-    }
-    looking = bounds.active() && some, judging = looking && bounds.norms();
+    this->arm_rows(call, rows, bounds, norms);
     if (!judging) return;
-    constexpr C shrink = 1 - C(1e-6);  // the product slope * distance is rounded; the bound must not gain by it
-    for (int row = 0; row < rows.rows; ++row) {
-      const int i = at(row);
-      position[i] = rows.relative[row];
-      past[i] = rows.past[row] * shrink, future[i] = rows.future[row] * shrink;
-    }
-    for (int row = rows.rows; row < kRows; ++row) position[at(row)] = past[at(row)] = future[at(row)] = 0;
     for (int level = -1; level < tree.levels(); ++level)
       for (int side = 0; side < 2; ++side) fill_gamma(rows, bounds, level, side);
   }
@@ -168,9 +217,7 @@ struct Ledger {
   // Of the strips in `mask`, those that may skip the node; it is charged to them.
   uint32_t judge(const RowTile<C>& rows, const Bounds<C>& bounds, const KeySpan& keys, int level, C rho, C distance,
                  uint32_t mask) {
-    // Ranks of distances count only where they are distinct integers and every key gives bias.
-    const bool distinct = keys.rising && !keys.unbiased && rows.compact;
-    const C low = C(minus(keys.low, rows.origin)), high = C(minus(keys.high, rows.origin));
+    const typename Base::Place place = Base::place(rows, keys, distance);
     const C count = bounds.log_count(level), tolerance = bounds.tolerance();
     constexpr int L = kLanes<C>;
     alignas(64) typename Simd<C>::Int fits[kStrips];
@@ -181,24 +228,11 @@ struct Ledger {
 #pragma GCC unroll 6
       for (int r = 0; r < kStrip; ++r) {
         const int i = r * kStrips + v;
-        Vec<C> away, slope, log_n;
-        const Vec<C> mp = load<C>(past + i), mf = load<C>(future + i);
-        if (distinct) {
-          const Vec<C> p = load<C>(position + i), back = p - high, ahead = low - p;
-          const Mask<C> is_past = back >= 0, is_future = ahead >= 0;
-          away = is_past ? back : is_future ? ahead : Vec<C>{};
-          slope = is_past ? mp : mf;
-          log_n = is_past ? load<C>(gamma[level + 1][0] + i) : load<C>(gamma[level + 1][1] + i);
-          log_n = (is_past | is_future) ? log_n : splat<C>(count);
-        } else {
-          away = splat<C>(distance);
-          slope = mp < mf ? mp : mf;
-          log_n = splat<C>(count);
-        }
-        Vec<C> u = load<C>(norm + i) * rho;
-        u = min_keep<C>(load<C>(cap + i), u);
-        // inf * 0 would be NaN, hence a visit: an infinite slope hides nothing at distance 0.
-        const Vec<C> bound = exp_held<C>(u - slope * away + log_n - load<C>(top + i));
+        const typename Base::Reach to = this->reach(i, place, rho);
+        Vec<C> log_n = to.past ? load<C>(gamma[level + 1][0] + i) : load<C>(gamma[level + 1][1] + i);
+        log_n = (to.past | to.future) ? log_n : splat<C>(count);
+        // A bound of NaN means a visit.
+        const Vec<C> bound = exp_held<C>(to.score + log_n - load<C>(top + i));
         const Vec<C> sum = load<C>(spent + i) + bound;
         store<C>(total + i, sum);
         ok &= sum <= load<C>(weight + i) * tolerance;
@@ -215,14 +249,15 @@ struct Ledger {
   // Strips whose scores against keys of norm `rho` exceed no row's top by more than exp can take in its stride: they
   // need no new top. Rows without one yet are not among them.
   uint32_t calm_strips(C rho) const {
-    constexpr C most = 40;
+    // No more than needed: weights of e^most times values must stay in range.
+    constexpr C most = 10;
     alignas(64) typename Simd<C>::Int calm[kStrips];
     for (int v = 0; v < kStrips; v += kLanes<C>) {
       Mask<C> ok = ~Mask<C>{};
 #pragma GCC unroll 6
       for (int r = 0; r < kStrip; ++r) {
         const int i = r * kStrips + v;
-        ok &= min_keep<C>(load<C>(cap + i), load<C>(norm + i) * rho) - load<C>(top + i) <= most;
+        ok &= this->limit(i, rho) - load<C>(top + i) <= most;
       }
       std::memcpy(calm + v, &ok, sizeof ok);
     }

@@ -38,6 +38,7 @@ struct KeyTile {
   bool exact = false;             // distances computed from `relative` are exact
   bool ready = false;             // the masks below are filled
   alignas(64) Int alive[kTile], sink[kTile], prefix[kTile], unbiased[kTile];
+  alignas(64) Int segment[kTile];  // counted from the tile's lowest, if `segments_fit`
   Buffer<C> coordinates;          // (C, kTile) under a metric
   bool placed = false;
 
@@ -68,7 +69,16 @@ struct KeyTile {
         const int64_t rank = j < count ? *call.key_ranks.at(b, first + j) : INT64_MAX;
         sink[j] = rank < call.sinks ? -1 : 0, prefix[j] = rank < call.prefix ? -1 : 0;
       }
+    if (call.key_segments && segments_fit())
+      for (int j = 0; j < kTile; ++j)
+        segment[j] = j < count ? own_segment(*call.key_segments.at(b, first + j)) : Int(-1);
     if (call.metric != Metric::none) read_coordinates(call, b);
+  }
+
+  bool segments_fit() const { return minus(span->segment_high, span->segment_low) <= int64_t(1) << 30; }
+  // A segment in the numbers of `segment`; -1: no living key of the tile is in it.
+  Int own_segment(int64_t number) const {
+    return number < span->segment_low || number > span->segment_high ? Int(-1) : Int(number - span->segment_low);
   }
 
  private:
@@ -129,6 +139,12 @@ inline Sight mask_sight(const Call& call, const RowTile<C>& rows, const KeyTile<
   return none ? Sight::none : all ? Sight::all : Sight::some;
 }
 
+// Whether a strip and a tile may hold pairs of different segments.
+inline bool segments_differ(const Call& call, const RowSpan& strip, const KeySpan& keys) {
+  return call.query_segments && lesser(strip.segment_low, keys.segment_low) !=
+                                    greater(strip.segment_high, keys.segment_high);
+}
+
 // The keys [first, last) of the tile that can be visible to the strip, from positions alone.
 struct Range {
   int first, last;
@@ -166,6 +182,44 @@ inline void metric_distances(const Call& call, const RowTile<C>& rows, const Key
     for (int j = 0; j < kTile; ++j) out[j] = std::sqrt(out[j]);
 }
 
+// Which keys of the current tile some strip sees.
+template <class C>
+struct SeenKeys {
+  alignas(64) typename Simd<C>::Int keys[kTile];
+  bool everywhere = false;  // some strip sees them all
+
+  void clear() {
+    everywhere = false;
+    std::memset(keys, 0, sizeof keys);
+  }
+  LINBIAS_INLINE void add(int j, Mask<C> visible) {
+    visible |= load_mask<C>(keys + j);
+    std::memcpy(keys + j, &visible, sizeof visible);
+  }
+
+  // Whether some of the first `count` keys in reach of the active strips is visible to none of their rows.
+  bool hides(const Range* range, int strips, uint32_t active, int count) const {
+    for (int s = 0; s < strips && !everywhere; ++s)
+      if (active >> s & 1)
+        for (int j = range[s].first; j < lesser(range[s].last, count); ++j)
+          if (keys[j] == 0) return true;
+    return false;
+  }
+
+  // The tile's rows in `spare`, with zeros for keys that nobody sees: 0 * NaN would leak what does not exist.
+  const C* only(const C* rows, int count, int64_t width, C* spare, int64_t* row) const {
+    for (int j = 0; j < count; ++j) {
+      const std::size_t bytes = static_cast<std::size_t>(width) * sizeof(C);
+      if (keys[j] != 0)
+        std::memcpy(spare + j * width, rows + j * *row, bytes);
+      else
+        std::memset(spare + j * width, 0, bytes);
+    }
+    *row = width;
+    return spare;
+  }
+};
+
 // Fills what `examine` cannot derive from vectors: distances that are not exact there, visibility that is not a
 // comparison of positions. Returns which of the two were filled.
 struct Filled {
@@ -176,7 +230,9 @@ template <class C>
 inline Filled fill_pairs(const Call& call, const RowTile<C>& rows, const KeyTile<C>& keys, int s, Sight seen,
                          bool masked, PairScratch<C>& scratch) {
   const bool spatial = call.metric != Metric::none;
-  const Filled filled{!keys.exact && rows.biased, masked || (seen != Sight::all && (call.query_segments || !keys.exact))};
+  const bool far = !spatial && !keys.exact;
+  const bool foreign = segments_differ(call, rows.strip[s], *keys.span) && !keys.segments_fit();
+  const Filled filled{!keys.exact && rows.biased, masked || (seen != Sight::all && (far || foreign))};
   const Array<int64_t> positions = call.key_positions.as<int64_t>();
   for (int r = 0; r < rows.strip_rows(s); ++r) {
     const int row = s * kStrip + r;
@@ -202,11 +258,15 @@ struct Examiner {
   const KeyTile<C>& keys;
   const PairScratch<C>& scratch;
   Filled filled;
-  bool biased, special, spatial, windowed, ranked;
+  bool biased, special, spatial, windowed, ranked, segmented;
   C left, right;
+  typename Simd<C>::Int segment[kStrip] = {};  // of the strip's rows, in the tile's numbers
 
-  Examiner(const Call& c, const RowTile<C>& r, const KeyTile<C>& k, const PairScratch<C>& p, Filled f)
+  Examiner(const Call& c, const RowTile<C>& r, const KeyTile<C>& k, const PairScratch<C>& p, int s, Filled f)
       : call(c), rows(r), keys(k), scratch(p), filled(f) {
+    segmented = !filled.visible && segments_differ(call, rows.strip[s], *keys.span);
+    for (int i = 0; segmented && i < rows.strip_rows(s); ++i)
+      segment[i] = keys.own_segment(rows.segment[s * kStrip + i]);
     biased = rows.biased, special = rows.special;
     spatial = call.metric != Metric::none;
     windowed = call.left != kUnlimited || call.right != kUnlimited;
@@ -235,6 +295,7 @@ struct Examiner {
         seen &= ok;
       }
     }
+    if (segmented) seen &= load_mask<C>(keys.segment + j) == segment[r];
     if (biased) x = subtract_bias(x, back, row, j, seen);
     return seen ? x : splat<C>(-kInf<C>);
   }

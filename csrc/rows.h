@@ -5,6 +5,8 @@
 // heads of the group, so that a key block is read once for all of them. Everything per row is therefore an array.
 #pragma once
 
+#include <limits>
+
 #include "gemm.h"
 #include "spans.h"
 
@@ -52,7 +54,7 @@ struct RowTile {
   bool compact = true;    // the tile's positions lie close together, so that `relative` is exact
   bool biased = false;    // some slope is not 0
   bool same_sides = true; // past and future slopes agree in every row
-  bool special = false;   // some slope is infinite or NaN
+  bool special = false;   // some slope is infinite or NaN, or may overflow when multiplied by a distance
   Buffer<C> coordinates;  // (kRows, C) under a metric
 
   int strip_rows(int s) const { return lesser(kStrip, rows - s * kStrip); }
@@ -100,7 +102,9 @@ struct RowTile {
     const Array<C> slopes = call.slopes.as<C>(), later = call.future_slopes.as<C>();
     m = *slopes.at(b, h), f = later && call.metric == Metric::none ? *later.at(b, h) : m;
     biased = biased || m != 0 || f != 0;
-    special = special || !std::isfinite(m) || !std::isfinite(f);
+    // A distance in integers is below 2**63; coordinates may be as far apart as the type's range.
+    const C most = call.metric == Metric::none ? std::numeric_limits<C>::max() / C(1e19) : C(0);
+    special = special || !(std::fabs(m) <= most && std::fabs(f) <= most);
     same_sides = same_sides && m == f;
   }
 

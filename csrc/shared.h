@@ -23,8 +23,36 @@ struct Shared {
 
   Shared(const Call& c, const Codec<C>& elements)
       : call(c), codec(elements), tiling(c), dropout(c), value_width(round_up(c.V, kPanel<C>)) {}
+  // 1 / softcap, held in range: not folded into the query, whose elements it could take out of it. tanh is 1 beyond 20.
+  static C sharpness(const Call& call) {
+    const double most = sizeof(C) == 4 ? 3e38 : 1e308;
+    return call.has_softcap ? C(lesser(1 / call.softcap, most)) : C(0);
+  }
   int64_t units() const { return call.B * call.G * tiling.tiles_per_unit; }
 };
+
+// (b, g) pairs by falling cost, to the power of two: heads that see far come first, so that the last tasks are short.
+template <class C>
+inline void order_heads(const Call& call, Buffer<int64_t>& order) {
+  constexpr int kinds = 64;
+  const int64_t heads = call.B * call.G, group = call.group();
+  const Array<C> slopes = call.slopes.as<C>();
+  order.reset(heads);
+  Buffer<uint8_t> kind(heads);
+  for (int64_t head = 0; head < heads; ++head) {
+    double keys = 0;
+    for (int64_t h = head % call.G * group; h < (head % call.G + 1) * group; ++h) {
+      const double slope = double(*slopes.at(head / call.G, h));
+      // 30: about the gap of logits that a tolerance of single precision leaves visible.
+      keys += slope > 0 ? lesser(double(call.S), 30 / slope + kRows) : double(call.S);
+    }
+    kind[head] = uint8_t(lesser<double>(kinds - 1, std::log2(keys + 1)));
+  }
+  int64_t filled = 0;
+  for (int k = kinds - 1; k >= 0; --k)
+    for (int64_t head = 0; head < heads; ++head)
+      if (kind[head] == k) order[filled++] = head;
+}
 
 // Packed tiles that all workers together may keep.
 constexpr int64_t kCacheBytes = int64_t(32) << 20;

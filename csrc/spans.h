@@ -132,7 +132,7 @@ class KeyTree {
   const KeySpan& span(int64_t b, int level, int64_t index) const {
     return spans_[(items_ == 1 ? 0 : b) * nodes_ + node(level, index)];
   }
-  // Coordinates' lower ends, then upper ends, C each.
+  // Coordinates' lower ends, then upper ends, C each; NaN once a key's coordinate is.
   const C* box(int64_t b, int level, int64_t index) const {
     return boxes_.data() + ((items_ == 1 ? 0 : b) * nodes_ + node(level, index)) * 2 * call_->C;
   }
@@ -205,7 +205,7 @@ class KeyTree {
     C* box = own_box(b, 0, tile);
     for (int64_t c = 0; c < call_->C; ++c) {
       C x = *positions.at(b, j, c);
-      box[c] = lesser(box[c], x), box[call_->C + c] = greater(box[call_->C + c], x);
+      box[c] = smaller_or_nan(box[c], x), box[call_->C + c] = larger_or_nan(box[call_->C + c], x);
     }
   }
 
@@ -216,7 +216,7 @@ class KeyTree {
     for (int64_t child = first; child < last; ++child) {
       const C* part = own_box(b, level - 1, child);
       for (int64_t c = 0; c < dims; ++c)
-        box[c] = lesser(box[c], part[c]), box[dims + c] = greater(box[dims + c], part[dims + c]);
+        box[c] = smaller_or_nan(box[c], part[c]), box[dims + c] = larger_or_nan(box[dims + c], part[dims + c]);
     }
   }
 

@@ -5,10 +5,10 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
-#include <new>
+#include <system_error>
 #include <thread>
-#include <vector>
 
 namespace linbias {
 namespace {
@@ -18,16 +18,30 @@ struct Job {
   void* context;
   std::int64_t tasks;
   std::atomic<std::int64_t> next{0};
+  std::atomic<bool> failed{false};
+  std::exception_ptr error{};
 
+  // An exception ends the job, not the process: it would leave a helper's thread, or the caller's frame, which holds
+  // this job, while helpers still read it.
   void work(int worker) {
-    for (std::int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(context, task, worker);
+    try {
+      for (std::int64_t task; !failed.load(std::memory_order_relaxed) &&
+                              (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;)
+        body(context, task, worker);
+    } catch (...) {
+      if (!failed.exchange(true)) error = std::current_exception();
+    }
+  }
+  // Once nobody works any more.
+  void finish() const {
+    if (error) std::rethrow_exception(error);
   }
 };
 
 class Pool {
  public:
   void run(int threads, Job& job) {
-    grow(threads - 1);
+    threads = grow(threads - 1) + 1;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       job_ = &job;
@@ -45,13 +59,15 @@ class Pool {
   std::mutex busy;  // held for the length of a call
 
  private:
-  void grow(int helpers) {
-    while (static_cast<int>(threads_.size()) < helpers) {
-      int index = static_cast<int>(threads_.size());
-      std::uint64_t seen = generation_;
-      threads_.emplace_back([this, index, seen] { serve(index, seen); });
-      threads_.back().detach();
+  // How many helpers there are, of those wanted: fewer where the system has no thread left.
+  int grow(int helpers) {
+    try {
+      for (; helpers_ < helpers; ++helpers_)
+        std::thread([this, index = helpers_, seen = generation_] { serve(index, seen); }).detach();
+    } catch (const std::system_error&) {
+      helpers = helpers_;
     }
+    return helpers;
   }
 
   void serve(int index, std::uint64_t seen) {
@@ -70,9 +86,8 @@ class Pool {
 
   std::mutex mutex_;
   std::condition_variable wake_, done_;
-  std::vector<std::thread> threads_;
   Job* job_ = nullptr;
-  int wanted_ = 0, running_ = 0;
+  int helpers_ = 0, wanted_ = 0, running_ = 0;
   std::uint64_t generation_ = 0;
 };
 
@@ -91,11 +106,16 @@ void make_pool() {
 void parallel(int threads, std::int64_t tasks, Body body, void* context) {
   if (threads > tasks) threads = static_cast<int>(tasks);
   Job job{body, context, tasks};
-  if (threads <= 1) return job.work(0);
-  std::call_once(once, make_pool);
-  std::unique_lock<std::mutex> busy(pool->busy, std::try_to_lock);
-  if (!busy.owns_lock()) return job.work(0);
-  pool->run(threads, job);
+  std::unique_lock<std::mutex> busy;
+  if (threads > 1) {
+    std::call_once(once, make_pool);
+    busy = std::unique_lock<std::mutex>(pool->busy, std::try_to_lock);
+  }
+  if (busy.owns_lock())
+    pool->run(threads, job);
+  else
+    job.work(0);
+  job.finish();
 }
 
 }  // namespace linbias

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -223,6 +224,29 @@ void pool() {
   CHECK(sum == 3 * 200 * 21, "callers at once: %d", int(sum));
 }
 
+// An exception reaches the caller once, after every task that had started, and the pool works on.
+void throwing() {
+  for (int threads : {1, 3})
+    for (int64_t bad : {0, 5, 99}) {
+      std::atomic<int> running{0};
+      bool caught = false;
+      try {
+        parallel(threads, int64_t(100), [&](int64_t task, int) {
+          ++running;
+          if (task == bad) --running, throw std::bad_alloc();
+          std::this_thread::yield();
+          --running;
+        });
+      } catch (const std::bad_alloc&) {
+        caught = true;
+      }
+      CHECK(caught && running == 0, "task %d throws, %d still run", int(bad), int(running));
+      std::atomic<int> sum{0};
+      parallel(threads, int64_t(10), [&](int64_t, int) { ++sum; });
+      CHECK(sum == 10, "after an exception %d tasks run", int(sum));
+    }
+}
+
 // A child of fork has none of the pool's threads and must not wait for them.
 void forked() {
 #if !defined(__SANITIZE_THREAD__)
@@ -271,6 +295,7 @@ int main() {
   philox();
   heap(random);
   pool();
+  throwing();
   forked();
   std::puts("ok");
 }

@@ -6,8 +6,10 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
@@ -106,6 +108,16 @@ def test_threads_share_the_keys_of_one_row_tile(threads, slope: float):
     assert (split.skipped <= 1e-3).all()
 
 
+def test_a_query_of_nan_stays_nan_when_its_keys_are_split(threads):
+    operands = operands_of(1, 1, 1, 4801)
+    operands = operands._replace(query=torch.full_like(operands.query, torch.nan)[:1], slopes=torch.full((1, 1), 0.001))
+    operands = operands._replace(key=operands.key[:1], value=operands.value[:1])
+    for count in (1, 4):
+        threads(count)
+        found = run(operands)
+        assert found.out.isnan().all() and found.lse.isnan().all()
+
+
 def test_calls_from_several_threads_at_once(threads):
     threads(2)
     operands = operands_of(4, 2, 190, 190)
@@ -189,6 +201,35 @@ def test_what_is_skipped_weighs_no_more_than_it_says(call: tuple[Problem, Operan
     assert (missing <= found.skipped[seen] + 1e-11).all()
 
 
+@given(call=calls(), slopes_too=st.booleans(), parts=st.sampled_from((1, 3)))
+@settings(max_examples=60)
+def test_backward_skips_no_more_than_the_tolerance_of_a_row_or_a_key(
+    call: tuple[Problem, Operands], slopes_too: bool, parts: int
+):
+    # From the exact lse, weights are exact where visited. A key's sum of them is the gradient of its value under an
+    # output gradient of 1; a row's is that of its query where all keys agree in one more element.
+    problem, operands = exactly(*call)
+    exact = reference.forward(problem, operands)
+    more = (torch.zeros_like(operands.query[..., :1]), torch.ones_like(operands.key[..., :1]))
+    wide = operands._replace(query=torch.cat((operands.query, more[0]), -1), key=torch.cat((operands.key, more[1]), -1))
+    problem, tau = Problem.of(wide, problem.options), problem.options.tolerance
+    needs = (True, True, True, slopes_too, slopes_too and wide.future_slopes is not None)
+    before = torch.get_num_threads()
+    torch.set_num_threads(parts)
+    try:
+        of_out = native.backward(problem, wide, exact.out, exact.lse, torch.ones_like(exact.out), None, needs)
+        of_lse = native.backward(problem, wide, exact.out, exact.lse, None, torch.ones_like(exact.lse), needs)
+    finally:
+        torch.set_num_threads(before)
+    weights = reference.weights(*exactly(*call))
+    columns = weights.sum(2).unflatten(1, (problem.kv_heads, problem.group)).sum(2)
+    assert of_out.value is not None and of_lse.query is not None
+    assert ((columns - of_out.value[..., 0]) <= problem.group * tau + 1e-11 * (1 + columns)).all()
+    if problem.options.softcap is None and problem.options.scale != 0:
+        rows = of_lse.query[..., -1] / problem.options.scale
+        assert ((weights.sum(-1) - rows) <= tau + 1e-11).all()
+
+
 def test_far_keys_are_skipped_and_a_sink_costs_its_own_tile():
     operands = operands_of(1, 1, 1500, 1500)._replace(slopes=torch.tensor([[0.25]]))
     plain = run(operands).computed
@@ -217,6 +258,104 @@ def test_what_no_bound_can_judge_is_visited(poison: float):
     spoilt = (operands.query[..., 5] * poison).isnan() | (operands.query[..., 5] > 0)
     spoilt[:, :, :3] = False
     assert out.isnan().any(-1).equal(spoilt)
+
+
+def grads_of(backend: str, loss: str, *given: Tensor, **changed: object) -> tuple[Tensor, ...]:
+    """Gradients of a sum over the output or over lse."""
+    leaves = [each.clone().requires_grad_() for each in given]
+    out, aux = alibi_attention(*leaves, backend=backend, return_aux=True, **changed)  # pyright: ignore
+    seen = out if loss == "out" else aux.lse
+    weights = torch.arange(seen.numel()).to(seen).sin().view_as(seen)
+    return torch.autograd.grad((seen * weights).sum(), leaves, materialize_grads=True)
+
+
+def test_a_negative_slope_is_never_skipped_under_a_soft_cap():
+    # The cap bounds the score, not what distance adds: 400 keys away it adds 400.
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 1, 400, 16)
+    slopes = torch.tensor([-1.0])
+    out = alibi_attention(query, key, value, slopes, causal=True, softcap=5.0, backend="native")
+    exact = alibi_attention(query, key, value, slopes, causal=True, softcap=5.0, backend="reference")
+    assert (out - exact).abs().max() <= 1e-4
+    given = (*torch.randn(3, 1, 1, 400, 16).double(), slopes.double())
+    more = dict(causal=False, softcap=5.0, future_slopes=torch.tensor([0.5], dtype=torch.float64))
+    both = zip(*(grads_of(backend, "out", *given, **more) for backend in ("native", "reference")), strict=True)
+    for found, wanted in both:
+        assert (found - wanted).abs().max() <= 1e-9 * wanted.abs().max().clamp(min=1)
+
+
+def test_a_negative_slope_gives_no_credit_to_its_neighbours():
+    # With gradients of slopes, charges are multiplied by 1 + |m| d: with m itself they would be negative.
+    torch.manual_seed(0)
+    query = torch.randn(1, 2, 7, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 1, 1, 400, 8, dtype=torch.float64)
+    slopes = torch.tensor([0.05, -0.01], dtype=torch.float64)
+    given = (query, key, value, slopes)
+    both = zip(*(grads_of(backend, "out", *given, causal=True) for backend in ("native", "reference")), strict=True)
+    for found, wanted in both:
+        assert (found - wanted).abs().max() <= 1e-10 * wanted.abs().max()
+
+
+def test_a_key_at_nan_is_visited_however_far_its_tile():
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 1, 400, 8)
+    places = 50 * torch.randn(400, 2).sort(0).values
+    nowhere = places.clone()
+    nowhere[390, 0] = torch.nan
+    more = dict(causal=False, metric="euclidean", key_positions=nowhere, query_positions=places)
+    out = alibi_attention(query, key, value, torch.ones(1), backend="native", **more)  # pyright: ignore
+    assert out.isnan().all()
+
+
+def test_the_gradient_of_lse_reads_no_value():
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 200, 8, dtype=torch.float64)
+    slopes = torch.tensor([0.1, 0.3], dtype=torch.float64)
+    wanted = grads_of("native", "lse", query, key, value, slopes, causal=True)
+    value[:, :, 100] = torch.nan
+    poisoned = grads_of("native", "lse", query, key, value, slopes, causal=True)
+    for found, same in zip(poisoned, wanted, strict=True):
+        assert found.equal(same) and found.isfinite().all()
+
+
+def test_a_bias_that_overflows_hides_its_key():
+    # slope * distance is infinite though neither is: the pair does not exist, and a NaN there may not leak.
+    query, key, value = torch.randn(3, 1, 1, 100, 8)
+    value[:, :, 3] = torch.nan
+    positions = torch.arange(100)
+    far = positions.clone()
+    far[3] = -(2**40)
+    points = torch.randn(100, 2)
+    lost = points.clone()
+    lost[3] = 1e38
+    for slope, more in (
+        (1e35, dict(causal=True, query_positions=positions, key_positions=far)),
+        (50.0, dict(causal=False, metric="manhattan", query_positions=points, key_positions=lost)),
+    ):
+        out = alibi_attention(query, key, value, torch.tensor([slope]), backend="native", **more)  # pyright: ignore
+        assert out.isfinite().all()
+
+
+def test_weights_leave_room_for_large_values():
+    # A tile whose scores exceed the top so far without a new one: its weights are above 1, times values near the limit.
+    key = torch.zeros(1, 1, 500, 8)
+    key[:, :, :400, 0] = 30.0
+    query = torch.zeros(1, 1, 500, 8)
+    query[..., 0] = 1.0
+    value = torch.full((1, 1, 500, 8), 1e30)
+    for backend in ("reference", "native"):
+        out = alibi_attention(query, key, value, torch.tensor([1e-3]), causal=True, scale=1.0, backend=backend)
+        assert (out / 1e30 - 1).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("softcap", [1e-39, 1e-30, 1e30])
+def test_extreme_soft_caps_stay_in_range(softcap: float):
+    torch.manual_seed(0)
+    given = (*torch.randn(3, 1, 1, 130, 8), torch.tensor([0.1]))
+    found = grads_of("native", "out", *given, causal=True, softcap=softcap)
+    wanted = grads_of("reference", "out", *given, causal=True, softcap=softcap)
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).abs().max() <= 1e-4 * other.abs().max().clamp(min=1)
 
 
 def test_blocks_out_of_reach_are_never_read():
@@ -250,26 +389,47 @@ def test_distances_are_exact_integers(start: int, step: int):
     assert (out - wanted).abs().max() <= 4 * torch.finfo(torch.float32).eps
 
 
+# --- segments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [lambda n: n - 3, lambda n: n << 40, lambda n: (n - 3) * (2**61)])
+def test_the_numbers_of_segments_do_not_matter(number: Callable[[Tensor], Tensor]):
+    for order in (lambda n: n, lambda n: n.sort().values):  # mixed, and packed: most strips and tiles hold one alone
+        operands = operands_of(2, 1, 190, 190)
+        drawn = order(torch.randint(0, 6, (1, 190)))
+        wanted = run(operands._replace(query_segments=drawn, key_segments=drawn))
+        named = number(drawn)
+        assert_same_bits(run(operands._replace(query_segments=named, key_segments=named)), wanted)
+
+
 # --- cost ------------------------------------------------------------------------------------------------------------
 
 MEMORY = """
-import resource, torch
+import resource, sys, torch
 from linbias import alibi_attention, alibi_slopes
 from linbias.backends import native, reference
 from linbias.problem import Operands, Options, Problem
-torch.set_num_threads(2)
+torch.set_num_threads(int(sys.argv[1]))
 heads, tokens, dim = 32, 8192, 32
 slopes = alibi_slopes(heads)[None]
 options = Options(causal=True, left=None, right=None, sinks=0, prefix=0, metric=None, scale=dim**-0.5, softcap=None,
                   dropout_p=0.0, tolerance=3e-8, bounds_block=0)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 def call(tokens):
     q, k, v = (torch.randn(1, heads, tokens, dim) for _ in range(3))
     operands = Operands(q, k, v, slopes)
+    problem = Problem.of(operands, options)
     spare = torch.ones(1, heads, tokens, dim + 4)  # as large as the results, touched and given back
     del spare
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    native.forward(Problem.of(operands, options), operands)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    before = peak()
+    result = native.forward(problem, operands)
+    forward = peak() - before
+    spare = torch.ones(3, heads, tokens, dim)  # as large as the gradients
+    del spare
+    before = peak()
+    native.backward(problem, operands, result.out, result.lse, q, None, (True, True, True, False, False))
+    return max(forward, peak() - before)
 call(64)
 print(call(tokens))
 """
@@ -277,8 +437,10 @@ print(call(tokens))
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux alone")
-def test_working_memory_is_small():
-    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, timeout=600)
+@pytest.mark.parametrize("threads", ["2", "32"])
+def test_working_memory_is_small(threads: str):
+    command = [sys.executable, "-c", MEMORY, threads]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     assert int(done.stdout) < 64 * 1024
 
 

@@ -232,6 +232,10 @@ def _long() -> Iterator[Case]:
     yield replace(long, window=(50, 20), bounds=32, dtype=torch.bfloat16)
     yield replace(long, causal=True, tolerance=0.05, slopes="steeper")
     yield replace(long, keys=517, causal=True, slopes="row")
+    yield replace(long, causal=True, slopes="negative", softcap=5.0)  # a cap bounds the score, not a rewarded distance
+    yield replace(long, slopes="negative", future="steeper", softcap=5.0, dtype=torch.float64)
+    yield replace(long, heads=5, queries=7, keys=403, causal=True, slopes="mixed", dtype=torch.float64)
+    yield replace(long, batch=2, causal=True, segments="mixed", padding="holes", poison=True)
     yield replace(long, batch=2, queries=3, keys=1027, head_dim=64, causal=True, padding="left", bounds=64)
     # More pairs than one piece of work holds, so that a row's softmax is merged.
     yield replace(long, heads=1, queries=131, keys=4103, head_dim=8, causal=True, softcap=20.0)
