@@ -44,12 +44,13 @@ class KVCache:
     (``append(..., mask=...)``) is not kept, so each sequence occupies its own first ``lengths`` slots. Beside the keys
     stands an upper bound of the key norms of each block, so that a step skips unread what no head can see.
 
-    With a window, tokens that no later token can see are evicted, and their memory is used again. What "distance" then
-    means is the user's choice. ``distance="text"``, the default, is the distance in the text: what a model trained with
-    these slopes saw, and exactly `alibi_attention` with the same window and sinks over the whole text; the farther
-    behind the sinks are left, the less they weigh, as ``exp(-slope * distance)``. ``distance="cache"`` counts only what
-    is kept, StreamingLLM's form: a sink is never further away than it was when the window first filled up,
-    ``min(p - r, sinks + left - r)``, so its weight stays. Choose it if the model relies on its sinks.
+    With a window, tokens that neither the newest nor a later one can see are evicted, and their memory is used again.
+    What "distance" then means is the user's choice. ``distance="text"``, the default, is the distance in the text: what
+    a model trained with these slopes saw, and exactly `alibi_attention` with the same window and sinks over the whole
+    text; the farther behind the sinks are left, the less they weigh, as ``exp(-slope * distance)``.
+    ``distance="cache"`` counts only what is kept, StreamingLLM's form: a sink is never further away than it was when
+    the window first filled up, ``min(p - r, sinks + left - r)``, so its weight stays. Choose it if the model relies on
+    its sinks.
 
     Args:
         window: (left, right) as for `alibi_attention`. Tokens further back than ``left`` are evicted.
