@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from linbias import BackendUnavailable, alibi_attention, alibi_slopes, backends, key_bounds
 from linbias.cache import KVCache
@@ -266,3 +267,49 @@ def test_aux_and_dropout_are_those_of_the_call():
     torch.manual_seed(1)
     expected, other = alibi_attention(query, key, value, alibi_slopes(6), causal=True, dropout_p=0.5, return_aux=True)
     assert torch.equal(out, expected) and torch.equal(aux.lse, other.lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, "float16"])
+def test_a_conversion_that_cannot_be_leaves_the_cache_as_it_was(storage, dtype):
+    query, key, value = make(8)
+    cache = KVCache(**storage)
+    cache.append(key, value)
+    with pytest.raises(TypeError, match="dtype must be a floating torch.dtype"):
+        cache.to(dtype=dtype)
+    assert_equals_full(cache.attend(query, alibi_slopes(6)), query, key, value, alibi_slopes(6))
+
+
+@pytest.mark.parametrize("index", [[0, 7], torch.tensor([0, 7]), [-1, 0]], ids=str)
+def test_sequences_that_do_not_exist_are_named(storage, index):
+    cache = KVCache(**storage)
+    cache.append(*make(3)[1:])
+    with pytest.raises(ValueError, match=r"index must hold numbers from 0 to 1, one of the 2 sequences, got (7|-1)"):
+        cache.select(index)
+    with pytest.raises(ValueError, match="index must hold numbers from 0 to 1"):
+        cache.reorder(index)
+    for wrong in (None, "ab", [[0]], [0.5]):
+        with pytest.raises(TypeError, match="index must be integers of shape"):
+            cache.select(wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"tolerance": "a"}, "tolerance"), ({"tolerance": 2.0}, "tolerance"), ({"scale": "a"}, "scale")],
+)
+def test_a_report_checks_its_numbers(options, words):
+    query, key, value = make(3)
+    cache = KVCache()
+    cache.append(key, value)
+    with pytest.raises((TypeError, ValueError), match=f"{words} must be"):
+        cache.report(alibi_slopes(6), query=query, **options)
+
+
+def test_without_values_to_read(storage):
+    """Under FakeTensorMode there are shapes alone."""
+    with FakeTensorMode():
+        query, key, value = make(13)
+        cache = KVCache(**storage)
+        cache.append(key[:, :, :12], value[:, :, :12])
+        cache.append(key[:, :, 12:], value[:, :, 12:])
+        out = cache.attend(query[:, :, 12:], torch.ones(6))
+    assert out.shape == (2, 6, 1, 5)

@@ -15,6 +15,7 @@ from linbias import KeyBounds, alibi_attention, alibi_slopes
 # query (2, 6, 5, 4), key (2, 3, 7, 4), value (2, 3, 7, 8)
 QUERY, KEY, VALUE = torch.zeros(2, 6, 5, 4), torch.zeros(2, 3, 7, 4), torch.zeros(2, 3, 7, 8)
 SLOPES = alibi_slopes(6)
+RAGGED = torch.nested.nested_tensor([torch.zeros(3, 4), torch.zeros(5, 4)], layout=torch.jagged)
 POINTS_Q, POINTS_K = torch.zeros(5, 2), torch.zeros(7, 2)
 BOUNDS = linbias.key_bounds(KEY, 4)
 CENTERS = linbias.key_bounds(KEY, 4, centroids=True)
@@ -35,6 +36,18 @@ BROKEN = [
         {"value": VALUE[0]},
         ValueError,
         "value must have 4 dimensions (batch, heads, tokens, head dim), got shape (3, 7, 8)",
+    ),
+    ({"query": QUERY.to_sparse()}, TypeError, "query must be dense, of layout torch.strided, got torch.sparse_coo"),
+    (
+        {"key": KEY.to_sparse()},
+        TypeError,
+        "key must be dense, of layout torch.strided, got torch.sparse_coo; pass .to_d",
+    ),
+    ({"value": VALUE.to_sparse()}, TypeError, "value must be dense, of layout torch.strided, got torch.sparse_coo"),
+    (
+        {"query": RAGGED},
+        TypeError,
+        "query must be dense, of layout torch.strided, got torch.jagged; alibi_attention_va",
     ),
     ({"key": KEY.half()}, TypeError, "key must have the query's dtype torch.float32, got torch.float16; cast it"),
     (
@@ -108,6 +121,7 @@ BROKEN = [
     ({"dropout_p": -0.1}, ValueError, "dropout_p must be in [0, 1), got -0.1"),
     ({"dropout_p": math.nan}, ValueError, "dropout_p must be in [0, 1), got nan"),
     ({"dropout_p": torch.tensor(0.5)}, TypeError, "dropout_p must be a Python number, got Tensor"),
+    ({"dropout_p": None}, TypeError, "dropout_p must be a Python number, got NoneType"),
     ({"tolerance": 1}, ValueError, "tolerance must be in [0, 1), a share of a row's softmax weight, got 1"),
     ({"tolerance": -1e-9}, ValueError, "tolerance must be in [0, 1), a share of a row's softmax weight, got -1e-09"),
     ({"tolerance": math.nan}, ValueError, "tolerance must be in [0, 1), a share of a row's softmax weight, got nan"),
@@ -218,6 +232,7 @@ BROKEN = [
     # backend
     ({"backend": "cuda"}, ValueError, "backend must be 'auto' or one of"),
     ({"backend": None}, ValueError, "backend must be 'auto' or one of"),
+    ({"backend": ["native"]}, ValueError, "backend must be 'auto' or one of 'native', 'tiled', 'reference', got ['nat"),
 ]
 
 
@@ -249,3 +264,16 @@ def test_nothing_reads_a_value():
 def test_unknown_options_are_refused(name: str):
     with pytest.raises(TypeError, match=name):
         alibi_attention(QUERY, KEY, VALUE, SLOPES, causal=True, **{name: 1})
+
+
+@pytest.mark.parametrize("name", ["out_a", "lse_a", "out_b", "lse_b"])
+def test_merge_takes_tensors(name: str):
+    parts = {"out_a": QUERY, "lse_a": QUERY[..., 0], "out_b": QUERY, "lse_b": QUERY[..., 0]}
+    with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got str"):
+        linbias.merge(**(parts | {name: "a"}))
+
+
+def test_explaining_a_call_draws_no_seed():
+    before = torch.get_rng_state()
+    told = linbias.backends.explain(QUERY, KEY, VALUE, SLOPES, causal=True, dropout_p=0.1)
+    assert "runs this call" in told and torch.equal(torch.get_rng_state(), before)

@@ -122,6 +122,9 @@ def test_compare_writes_its_report(text_file, tmp_path, capsys):
         (["compare", "--device", "meta"], "device must be auto or one that torch can use here, got 'meta'"),
         (["inspect", "--heads", "0"], "heads must be at least 1, got 0"),
         (["inspect", "--tolerance", "1.5"], "tolerance must lie between 0 and 1, got 1.5"),
+        (["inspect", "--content", "nan"], "content must be finite, got nan"),
+        (["inspect", "--content", "inf"], "content must be finite, got inf"),
+        (["inspect", "--max-bias", "inf"], "max_bias must be greater than 0 and finite, got inf"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -217,3 +217,50 @@ def test_hints_change_nothing():
     calls = [{}, {"num_splits": 4}, {"rotary_interleaved": False}]
     outputs = [flash.flash_attn_with_kvcache(q, k, v, causal=True, **call) for call in calls]
     assert all(torch.equal(out, outputs[0]) for out in outputs)
+
+
+TOKENS = torch.ones(6, 2, 8)
+ENDS = torch.tensor([0, 2, 6])
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("window_size must be (left, right), two ints", {"window_size": 5}),
+        ("window_size must be (left, right), two ints", {"window_size": None}),
+        ("window_size must be (left, right), two ints", {"window_size": ("a", 0)}),
+        ("softcap must be a Python number, got NoneType", {"softcap": None}),
+        ("softcap must be a Python number, got str", {"softcap": "a"}),
+        ("softmax_scale must be a Python number, got str", {"softmax_scale": "a"}),
+        ("causal must be True or False, got 'yes'", {"causal": "yes"}),
+        ("dropout_p must be a Python number, got NoneType", {"dropout_p": None}),
+        ("v must have k's shape but for the head dim, got (1, 5, 2, 8) and (1, 6, 2, 8)", {"v": TOKENS[None, :5]}),
+        ("v must have k's shape but for the head dim, got (1, 6, 1, 8)", {"v": TOKENS[None, :, :1]}),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_arguments_are_named_as_flash_attns(words, arguments):
+    tokens = TOKENS[None]
+    with pytest.raises((TypeError, ValueError)) as caught:
+        flash.flash_attn_func(**({"q": tokens, "k": tokens, "v": tokens} | arguments))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("block_table must be a torch.Tensor, got list", {"block_table": [[0], [1]]}),
+        ("block_table must be int32 or int64 of shape (2, n), got torch.int64 (2,)", {"block_table": ENDS[:2]}),
+        ("k must have shape (pages, page size, heads, head dim)", {"block_table": ENDS[:2, None]}),
+        ("cu_seqlens_q must be a torch.Tensor, got list", {"cu_seqlens_q": [0, 2, 6]}),
+        ("cu_seqlens_q must be a torch.Tensor, got NoneType", {"cu_seqlens_q": None}),
+        ("cu_seqlens_k must be a torch.Tensor, got list", {"cu_seqlens_k": [0, 2, 6]}),
+        ("v must have k's shape but for the head dim, got (5, 2, 8)", {"v": TOKENS[:5]}),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_arguments_of_varlen_are_named(words, arguments):
+    given = {"q": TOKENS, "k": TOKENS, "v": TOKENS, "cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS}
+    with pytest.raises((TypeError, ValueError)) as caught:
+        flash.flash_attn_varlen_func(**(given | {"max_seqlen_q": 4, "max_seqlen_k": 4} | arguments))
+    assert words in str(caught.value)

@@ -155,10 +155,19 @@ PAIR = torch.tensor([[0], [1]])
         ("cache_leftpad", ValueError, {"cache_leftpad": torch.tensor([0.0, 1.0])}),
         ("block_table", ValueError, {"block_table": PAIR.T}),
         ("window_size", ValueError, {"window_size": (1, 2, 3)}),
+        ("window_size", ValueError, {**NEW, "cache_seqlens": 3, "window_size": 5}),
         ("softcap", ValueError, {"softcap": -1.0}),
+        ("cache_seqlens must be a torch.Tensor, got bool", TypeError, {"cache_seqlens": True}),
+        ("cache_batch_idx must be a torch.Tensor, got int", TypeError, {"cache_batch_idx": 3}),
+        ("cache_leftpad must be a torch.Tensor, got int", TypeError, {"cache_leftpad": 3}),
+        ("block_table must be a torch.Tensor, got list", TypeError, {"block_table": [[0], [1]]}),
+        ("v_cache must have k_cache's shape", ValueError, {"v_cache": torch.ones(2, 16, 1, 5)}),
+        ("v must be a torch.Tensor", TypeError, {**NEW, "v": 1.0, "cache_seqlens": 3}),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(name, error, arguments):
     q, k, v = make(1, 16)
+    kept = k.clone()
     with pytest.raises(error, match=name):
-        flash.flash_attn_with_kvcache(q, k, v, **arguments)
+        flash.flash_attn_with_kvcache(**({"q": q, "k_cache": k, "v_cache": v} | arguments))
+    assert torch.equal(k, kept)

@@ -344,11 +344,29 @@ class TestFlexBlockMask:
             ({"block_size": 0}, "block_size must be at least 1"),
             ({"unbiased": -1}, "unbiased must be an int >= 0"),
             ({"causal": None}, "causal must be True or False"),
+            ({"content": "a"}, "content must be a Python number, got str"),
+            ({"content": None}, "content must be a Python number, got NoneType"),
+            ({"tolerance": "a"}, "tolerance must be a Python number, got str"),
+            ({"block_size": (128,)}, r"block_size must be an int or \(queries, keys\), got \(128,\)"),
+            ({"block_size": 64.0}, "block_size must be an int >= 0, got 64.0"),
+            ({"mask_mod": "x"}, "mask_mod must be a function"),
         ],
     )
     def test_what_makes_no_sense_is_refused(self, options: dict[str, Any], words: str):
         with pytest.raises((TypeError, ValueError), match=words):
             flex_block_mask(alibi_slopes(2), 64, 64, **({"causal": True, "content": 1.0} | options))
+
+    @pytest.mark.parametrize(
+        ("dim", "scale", "words"),
+        [
+            (5, None, "key must have the query's head dim 4, got 5"),
+            (4, torch.nan, "scale must be finite"),
+            (4, "a", "scale must be a Python number"),
+        ],
+    )
+    def test_a_bound_of_no_product_is_refused(self, dim: int, scale: Any, words: str):
+        with pytest.raises((TypeError, ValueError), match=words):
+            content_bound(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, dim), scale=scale)
 
     @EAGER
     @pytest.mark.parametrize(("queries", "keys", "causal"), [(129, 131, False), (20, 300, True), (150, 70, False)])

@@ -31,7 +31,7 @@ LAYERS = (
     {"errors", "slopes", "problem", "checks", "dropout", "bias", "reach", "_boxes", "_bounds", "_ledger", "_native"},
     {"prepare", "backends", "ops"},
     {"attention", "varlen", "cache", "cache_report", "_layout", "_pages", "_slots", "_streaming"},
-    {"flash", "interop", "nn", "hf", "testing"},
+    {"flash", "_flash_checks", "interop", "nn", "hf", "testing"},
     {"__init__"},
     {"lab"},
     {"cli"},
@@ -48,7 +48,7 @@ EXTENSION = "linbias._native"
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 OPTIONAL = {re.split(r"[\[<>=]", item)[0].replace("-", "_") for extra in EXTRAS.values() for item in extra}
 # A module of these may need an extra to be imported; every other one must do without.
-NEEDS_EXTRA = ("linbias.lab", "linbias.hf.", "linbias.cli", "linbias.backends._triton_kernels")
+NEEDS_EXTRA = ("linbias.lab", "linbias.hf.", "linbias.cli")
 BASE_MODULES = [name for name in MODULES if not name.startswith(NEEDS_EXTRA)]
 
 

@@ -158,3 +158,22 @@ def test_nothing_is_left_unread_where_it_would_be_wrong_to():
     cache.reset()
     cache.append(key, value)
     assert cache.attend(row, steep).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"tolerance": 1.5}, ValueError, r"tolerance must be in \[0, 1\).*got 1.5"),
+        ({"tolerance": -0.1}, ValueError, r"tolerance must be in \[0, 1\).*got -0.1"),
+        ({"tolerance": "x"}, TypeError, "tolerance must be a Python number, got str"),
+        ({"scale": "x"}, TypeError, "scale must be a Python number, got str"),
+        ({"scale": torch.nan}, ValueError, "scale must be finite"),
+        ({"softcap": 0.0}, ValueError, "softcap must be a positive"),
+    ],
+)
+def test_options_are_checked_as_given(options, error, words):
+    query, key, value = make(400, batch=1)
+    cache = KVCache(page_size=8)
+    cache.append(key, value)
+    with pytest.raises(error, match=words):
+        cache.attend(query[:, :, -1:], 2 * alibi_slopes(6, max_bias=2.0), **options)

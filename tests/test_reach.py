@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from linbias import key_bounds, reach
 from linbias.reach import upper_norms
@@ -89,3 +90,23 @@ def test_reach_is_infinite_where_nothing_bounds_it():
         reach(torch.tensor([0.5]), tolerance=-0.1)
     with pytest.raises(TypeError, match="floating"):
         reach(torch.tensor([1]), tolerance=0.1)
+
+
+def test_bounds_where_no_value_can_be_read():
+    key = torch.randn(3, 2, 5, 7, 4)
+    bounds = torch.vmap(lambda item: key_bounds(item, 4, centroids=True)[:3])(key)
+    each = [key_bounds(item, 4, centroids=True) for item in key]
+    for n, name in enumerate(("norms", "centroids", "radii")):
+        torch.testing.assert_close(bounds[n], torch.stack([getattr(item, name) for item in each]))
+    each_key = key[0]
+    with FakeTensorMode() as mode:
+        found = key_bounds(mode.from_tensor(each_key), 4, centroids=True)
+    assert found.norms.shape == (2, 5, 2) and found.radii is not None
+
+
+@pytest.mark.parametrize(
+    "numbers", [{"tolerance": "a"}, {"tolerance": None}, {"tolerance": 0.1, "content": "a"}], ids=str
+)
+def test_reach_takes_numbers(numbers: dict):
+    with pytest.raises(TypeError, match=f"{list(numbers)[-1]} must be a Python number"):
+        reach(torch.tensor([0.5]), **numbers)

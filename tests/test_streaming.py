@@ -51,7 +51,7 @@ def test_i1_the_window_is_inclusive(storage):
 
 
 def test_memory_stays_and_is_used_again(storage):
-    cache = KVCache(window=(20, 0), sinks=2, **storage)
+    cache = KVCache(window=(19, 0), sinks=2, **storage)  # a query sees 20 keys and the sinks
     sizes, places = set(), set()
     for n in range(400):
         cache.append(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4))
@@ -223,3 +223,32 @@ def test_endless_generation_at_constant_memory_equals_the_whole_text(storage):
     actual = cache.attend(query[:, :, -1:], alibi_slopes(6))
     full = alibi_attention(query[:, :, -1:], key, value, alibi_slopes(6), causal=True, window=(12, 0), sinks=4)
     torch.testing.assert_close(actual, full)
+
+
+@pytest.mark.parametrize("length", [51, 60])
+@pytest.mark.parametrize("storage", [{"block": 3}, {"page_size": 16}, {"page_size": 4}], ids=str)
+def test_a_sequence_that_got_only_padding_keeps_its_newest_tokens_window(storage, length):
+    """Its newest token, or several of them, is asked again: nothing of what they see may be gone."""
+    query, key, value = make(64)
+    options = {"window": (3, 0), "sinks": 4}
+    for padded, rows in ((2, 1), (5, 4)):
+        cache = KVCache(**options, **storage)
+        for start in range(0, length, 3):
+            cache.append(*(tensor[:, :, start : start + 3] for tensor in (key, value)))
+        real = torch.stack([torch.zeros(padded), torch.ones(padded)]).bool()
+        for _ in range(2):
+            cache.append(key[:, :, :padded], value[:, :, :padded], mask=real)
+            out = cache.attend(query[:, :, length - rows : length], alibi_slopes(6))
+            text = [tensor[:1, :, :length] for tensor in (query, key, value)]
+            assert_equals_full(out[:1], *text, alibi_slopes(6), **options)
+
+
+def test_after_a_crop_the_newest_token_sees_its_whole_window(storage):
+    query, key, value = make(40)
+    cache = KVCache(window=(5, 0), sinks=2, **storage)
+    run(cache, query, key, value, alibi_slopes(6), steps=(30, 10))
+    for length in (34, 30):
+        cache.crop(length)
+        text = [tensor[:, :, :length] for tensor in (query, key, value)]
+        out = cache.attend(text[0][:, :, -1:], alibi_slopes(6))
+        assert_equals_full(out, *text, alibi_slopes(6), window=(5, 0), sinks=2)

@@ -198,11 +198,16 @@ def test_errors(change: dict, error: type[Exception], says: str):
 
 
 def test_a_longest_sequence_that_is_not_the_longest():
-    """Slopes by sequence pad to max_seqlen; without reading the boundaries nothing can tell that it is too small."""
+    """Slopes by sequence pad to max_seqlen: more does no harm, and less would leave tokens out."""
     tensors, slopes = packed(), torch.rand(len(LENGTHS_Q), HEADS, dtype=torch.float64)
     ends = bounds(LENGTHS_Q), bounds(LENGTHS_K)
     larger = alibi_attention_varlen(*tensors, slopes, *ends, 9, 11, causal=True)
     torch.testing.assert_close(larger, varlen(tensors, slopes, causal=True))
+    longest = max(LENGTHS_Q), max(LENGTHS_K)
+    for short, name in ((0, "max_seqlen_q"), (1, "max_seqlen_k")):
+        given = [count - (n == short) for n, count in enumerate(longest)]
+        with pytest.raises(ValueError, match=f"{name} must be at least the longest sequence's {longest[short]} tokens"):
+            alibi_attention_varlen(*tensors, slopes, *ends, *given, causal=True)
 
 
 @every_backend

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ._slots import Counts, Storage
-from .checks import check_count, check_tensor
+from .checks import check_count, check_tensor, readable
 from .prepare import Request
 
 _OWNED = {
@@ -131,12 +131,12 @@ class Layout:
         """Whether all keys that the next token's window shows are still there. The one place that reads lengths."""
         if left is None or self.evicted_none:
             return
-        # The next token is number `seen`; its window starts at seen - left, and the kept stretch at head + evicted.
-        missing = torch.as_tensor(self.head + self.evicted - (seen - left))
+        # The newest token is number seen - 1; its window starts `left` before, and the kept stretch at head + evicted.
+        missing = torch.as_tensor(self.head + self.evicted - (seen - 1 - left))
         shorter = torch.as_tensor(self.evicted > 0) & torch.as_tensor(self.seen > seen)
         if bool((shorter & (missing > 0)).any()):
             raise ValueError(
-                f"cannot crop to {seen}: tokens that the window of the next token shows were evicted already; a cache "
+                f"cannot crop to {seen}: tokens that the window of the newest one shows were evicted already; a cache "
                 f"with a window can be cropped into the tokens of the last append"
             )
 
@@ -181,6 +181,25 @@ def check_counts(name: str, counts: Tensor, storage: Storage) -> Tensor:
             f"got {counts.dtype} {tuple(counts.shape)}"
         )
     return counts.long()
+
+
+def check_rows(name: str, index: object, storage: Storage) -> Tensor:
+    """(n,) numbers of sequences, as int64 on the storage's device."""
+    batch, rule = storage.sizes[0], f"{name} must be integers of shape (n,)"
+    try:
+        numbers = torch.as_tensor(index)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{rule}, got {index!r}") from None
+    if numbers.dim() != 1 or (numbers.numel() and (numbers.is_floating_point() or numbers.dtype == torch.bool)):
+        raise TypeError(f"{rule}, got {numbers.dtype} {tuple(numbers.shape)}")
+    if readable(numbers) and numbers.numel():
+        low, high = (int(end) for end in numbers.aminmax())
+        if low < 0 or high >= batch:
+            wrong = low if low < 0 else high
+            raise ValueError(
+                f"{name} must hold numbers from 0 to {batch - 1}, one of the {batch} sequences, got {wrong}"
+            )
+    return numbers.to(storage.key.device, torch.int64)
 
 
 def token_positions(storage: Storage, layout: Layout, slots: Tensor) -> Tensor:

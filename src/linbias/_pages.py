@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ._slots import Counts, Evicted, grown, real_norms, unfilled
-from .checks import slope_rows
-from .problem import accumulating_dtype, default_scale
+from .checks import check_scale, check_softcap, check_tolerance, readable, slope_rows
+from .problem import accumulating_dtype, default_scale, default_tolerance
 from .reach import KeyBounds, key_bounds, reach, upper_norms
 
 
@@ -228,16 +228,16 @@ def unseen_pages(
     rows, dim = query.shape[2:]
     plain = options.keys() <= {"scale", "softcap", "tolerance", "future_slopes"} and 0 < rows <= min(_FEW_ROWS, end)
     plain = plain and end > 2 * pages.page  # the first and the newest page are always read
-    if not plain or query.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+    if not plain or not readable(query) or torch.is_autocast_enabled("cpu"):
         return 0, 0.0
     own = pages.newest(end, rows)
     if query.shape[::3] != own.shape[::3] or query.shape[1] % own.shape[1] or query.dtype != own.dtype:
         return 0, 0.0  # alibi_attention will say what is wrong
-    asked, scale = options.get("tolerance"), options.get("scale")
-    budget = (torch.finfo(accumulating_dtype(query.dtype)).eps / 4 if asked is None else asked) / 2
+    budget = check_tolerance(options.get("tolerance"), default_tolerance(query.dtype)) / 2
+    scale = check_scale("scale", options.get("scale"), default_scale(dim))
+    softcap = check_softcap(options.get("softcap"))
     slope = slope_rows("slopes", slopes, query.shape[0], query.shape[1], torch.float64, query).detach()
-    scale = default_scale(dim) if scale is None else scale
-    content = _content(pages, end, query.detach(), own, scale, options.get("softcap"))
+    content = _content(pages, end, query.detach(), own, scale, softcap)
     # A NaN content gives a NaN reach, and then nothing is left out.
     far = reach(slope[:, :, None], tolerance=budget, content=content)
     first = (torch.arange(end - rows, end, device=far.device) - far).amin()

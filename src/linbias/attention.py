@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import ops
 from .backends import reference, select
+from .checks import check_tensor
 from .prepare import Request, prepare
 from .problem import Result
 from .reach import KeyBounds
@@ -251,12 +252,14 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         (out, lse) of the union, differentiable; dtypes as given.
 
     Raises:
-        ValueError: shapes that do not belong together.
+        TypeError, ValueError: not tensors, or shapes that do not belong together.
 
     >>> out, lse = merge(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1), torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1))
     >>> out.tolist()
     [[[[0.5, 0.5]]]]
     """
+    for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        check_tensor(name, tensor)
     if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape or out_a.shape[:-1] != lse_a.shape:
         raise ValueError(
             f"merge needs out_a and out_b of one shape (..., V) and lse_a and lse_b of its (...), got "

@@ -8,15 +8,25 @@ import torch
 from torch import Tensor
 
 from . import attention
-from ._layout import Layout, check_counts, check_options, placed, token_positions
+from ._layout import Layout, check_counts, check_options, check_rows, placed, token_positions
 from ._pages import Pages, unseen_pages
 from ._slots import Slots, check_fit, check_tokens
 from ._streaming import stream
 from .attention import Aux
 from .cache_report import CacheReport, content_bound, report, view
-from .checks import check_count, check_tensor, check_window, position_rows, slope_rows, token_rows
+from .checks import (
+    check_count,
+    check_scale,
+    check_tensor,
+    check_tolerance,
+    check_window,
+    position_rows,
+    readable,
+    slope_rows,
+    token_rows,
+)
 from .prepare import Request
-from .problem import accumulating_dtype
+from .problem import default_scale, default_tolerance
 
 
 class KVCache:
@@ -34,12 +44,13 @@ class KVCache:
     (``append(..., mask=...)``) is not kept, so each sequence occupies its own first ``lengths`` slots. Beside the keys
     stands an upper bound of the key norms of each block, so that a step skips unread what no head can see.
 
-    With a window, tokens that no later token can see are evicted, and their memory is used again. What "distance" then
-    means is the user's choice. ``distance="text"``, the default, is the distance in the text: what a model trained with
-    these slopes saw, and exactly `alibi_attention` with the same window and sinks over the whole text; the farther
-    behind the sinks are left, the less they weigh, as ``exp(-slope * distance)``. ``distance="cache"`` counts only what
-    is kept, StreamingLLM's form: a sink is never further away than it was when the window first filled up,
-    ``min(p - r, sinks + left - r)``, so its weight stays. Choose it if the model relies on its sinks.
+    With a window, tokens that neither the newest nor a later one can see are evicted, and their memory is used again.
+    What "distance" then means is the user's choice. ``distance="text"``, the default, is the distance in the text: what
+    a model trained with these slopes saw, and exactly `alibi_attention` with the same window and sinks over the whole
+    text; the farther behind the sinks are left, the less they weigh, as ``exp(-slope * distance)``.
+    ``distance="cache"`` counts only what is kept, StreamingLLM's form: a sink is never further away than it was when
+    the window first filled up, ``min(p - r, sinks + left - r)``, so its weight stays. Choose it if the model relies on
+    its sinks.
 
     Args:
         window: (left, right) as for `alibi_attention`. Tokens further back than ``left`` are evicted.
@@ -143,16 +154,19 @@ class KVCache:
         if self._left is None:
             return Slots(key, value, ahead, self._block)
         # A step reads the whole window, so moving it once in an eighth of its length is cheap, and so is the memory.
-        limit = self._sinks + self._left + max(self._block, self._left // 8)
+        limit = self._sinks + self._left + 1 + max(self._block, self._left // 8)
         return Slots(key, value, max(tokens, min(ahead, limit)), self._block, limit)
 
     def _make_room(self, storage: Slots | Pages, tokens: int, real: Tensor | None) -> None:
         layout = self._layout
         if self._capacity is None:
             if self._left is not None:
-                layout.drop(*storage.evict(layout.end, layout.lengths, self._sinks, self._left, tokens))
+                # What the newest token sees stays as well: a sequence may get nothing but padding, or be cropped to it.
+                # So does what each of T - 1 query rows before it sees.
+                kept = self._left + (1 if real is None else max(tokens - 1, 1))
+                layout.drop(*storage.evict(layout.end, layout.lengths, self._sinks, kept, tokens))
             storage.reserve(layout.end, tokens, real)
-        elif storage.key.device.type == "cpu" and not torch.compiler.is_compiling():
+        elif readable(self.lengths):
             # Elsewhere reading the lengths would wait for the device; there the write itself fails.
             used = max(self.lengths.tolist(), default=0)
             if used + tokens > self._capacity:
@@ -268,9 +282,10 @@ class KVCache:
             TypeError, ValueError: not integers, or not B of them; `select` changes their number.
         """
         storage = self._opened()
-        if len(index) != storage.sizes[0]:
-            raise ValueError(f"reorder needs {storage.sizes[0]} numbers, one a sequence, got {len(index)}; see select")
-        self.select(index)
+        chosen = check_rows("index", index, storage)
+        if len(chosen) != storage.sizes[0]:
+            raise ValueError(f"reorder needs {storage.sizes[0]} numbers, one a sequence, got {len(chosen)}; see select")
+        self.select(chosen)
 
     def select(self, index: Tensor | Sequence[int]) -> None:
         """Keep, repeat or leave out sequences: the batch becomes the sequences at `index`.
@@ -282,18 +297,19 @@ class KVCache:
 
         Raises:
             TypeError: not integers in one dimension.
+            ValueError: a number that no sequence has, where reading it is free: in a list, or on the CPU.
         """
         storage = self._opened()
-        chosen = torch.as_tensor(index, device=storage.key.device)
-        if chosen.dim() != 1 or (chosen.numel() and (chosen.is_floating_point() or chosen.dtype == torch.bool)):
-            raise TypeError(f"index must be integers of shape (n,), got {chosen.dtype} {tuple(chosen.shape)}")
+        chosen = check_rows("index", index, storage)
         with torch.inference_mode(False), torch.no_grad():  # what inference mode makes could not be written to outside
-            storage.select(chosen.long(), self._layout.end)
-            self._layout.select(chosen.long())
+            storage.select(chosen, self._layout.end)
+            self._layout.select(chosen)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "KVCache":
-        """Move the cache, or convert its keys and values; returns itself."""
+        """Move the cache, or convert its keys and values to another floating dtype; returns itself."""
         storage = self._opened()
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):  # pyright: ignore
+            raise TypeError(f"dtype must be a floating torch.dtype, or None to keep {storage.key.dtype}, got {dtype!r}")
         with torch.inference_mode(False), torch.no_grad():
             storage.to(None if device is None else torch.device(device), dtype)
         self._layout.to(storage.key.device)
@@ -347,12 +363,13 @@ class KVCache:
         """
         storage = self._opened()
         seen = view(storage, self._layout, self._window, self._sinks, capped=self._streams)
-        eps = torch.finfo(accumulating_dtype(storage.key.dtype)).eps
+        tolerance = check_tolerance(tolerance, default_tolerance(storage.key.dtype))
         rows = slope_rows("slopes", slopes, storage.sizes[0], None, torch.float64, storage.key).detach()
         content = None
         if query is not None:
+            scale = check_scale("scale", scale, default_scale(storage.key.shape[-1]))
             content = content_bound(query.detach(), storage.read(self._layout.end)[2].norms, scale)
-        return report(seen, rows, content, self._sinks or 1, eps / 4 if tolerance is None else tolerance)
+        return report(seen, rows, content, self._sinks or 1, tolerance)
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ._layout import Layout, token_positions
 from ._slots import Storage
-from .problem import default_scale
 from .reach import reach, upper_norms
 
 
@@ -82,17 +81,16 @@ def view(
     return View(distances, shown, real.sum(1))
 
 
-def content_bound(query: Tensor, norms: Tensor, scale: float | None) -> Tensor:
+def content_bound(query: Tensor, norms: Tensor, scale: float) -> Tensor:
     """(B, H) float64: how far apart two scores of a row can be before the bias, from norms alone.
 
     Args:
         query: (B, H, T, D).
         norms: (B, G, n), bounds of all key norms.
-        scale: of the scores; None: 1 / sqrt(D).
+        scale: of the scores.
     """
-    factor = default_scale(query.shape[3]) if scale is None else abs(scale)
     largest = norms.amax(2).repeat_interleave(query.shape[1] // norms.shape[1], 1)
-    return 2 * factor * upper_norms(query).amax(2).double() * largest
+    return 2 * abs(scale) * upper_norms(query).amax(2).double() * largest
 
 
 def report(seen: View, slopes: Tensor, content: Tensor | None, sinks: int, tolerance: float) -> CacheReport:

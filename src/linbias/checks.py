@@ -2,9 +2,10 @@
 """Bring what the user passed into the shapes of `Operands`, or say what is wrong with it.
 
 Only shapes, dtypes and devices are read, never values: a check that reads values would wait for the GPU, break
-compiled graphs and cost more than the small calls it guards.
+compiled graphs and cost more than the small calls it guards. The few that need one ask `readable` first.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +22,71 @@ def check_tensor(name: str, value: object, like: Tensor | None = None) -> Tensor
     if like is not None and value.device != like.device:
         raise ValueError(f"{name} must be on the query's device {like.device}, got {value.device}; move it with .to()")
     return value
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Neither sparse nor nested."""
+    if tensor.layout is not torch.strided:
+        remedy = "alibi_attention_varlen takes sequences laid end to end" if tensor.is_nested else "pass .to_dense()"
+        raise TypeError(f"{name} must be dense, of layout torch.strided, got {tensor.layout}; {remedy}")
+
+
+def unwatched() -> bool:
+    """No tracer, transform or mode is active, so tensors are what they seem and may be kept."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()  # pyright: ignore
+        or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+    )
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether reading a value waits for no device and breaks no trace."""
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and unwatched()
+
+
+def check_flag(name: str, value: object) -> bool:
+    """True or False, nothing that only counts as one of them."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def check_number(name: str, value: object) -> float:
+    """A Python number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name} must be a Python number, got {type(value).__name__}; a tensor's value is not read")
+    return float(value) if isinstance(value, int) else value  # pyright: ignore[reportReturnType]  (symbols stand for numbers)
+
+
+def check_share(name: str, value: object, meaning: str = "") -> float:
+    """A number in [0, 1)."""
+    if not 0 <= (share := check_number(name, value)) < 1:
+        raise ValueError(f"{name} must be in [0, 1){meaning and ', ' + meaning}, got {value}")
+    return share
+
+
+def check_tolerance(value: object, default: float) -> float:
+    """A share of a row's weight; None: the default."""
+    return default if value is None else check_share("tolerance", value, "a share of a row's softmax weight")
+
+
+def check_scale(name: str, value: object, default: float) -> float:
+    """What multiplies the dot product; None: the default."""
+    if value is None:
+        return default
+    if not -math.inf < (scale := check_number(name, value)) < math.inf:
+        raise ValueError(f"{name} must be finite, or None for 1 / sqrt(head dim), got {value}")
+    return scale
+
+
+def check_softcap(value: object) -> float | None:
+    """A positive number; None: none."""
+    if value is None:
+        return None
+    if not 0 < (softcap := check_number("softcap", value)) < math.inf:
+        raise ValueError(f"softcap must be a positive finite number, or None for none, got {value}")
+    return softcap
 
 
 def check_count(name: str, value: object) -> int:

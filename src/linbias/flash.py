@@ -13,15 +13,16 @@ from the sequence's first key. Everywhere else it is the sum of the scores as do
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from . import attention
+from ._flash_checks import check_heads, check_integers, check_layout, check_probs, options_of
 from ._pages import gather_pages
 from .attention import Aux
-from .checks import check_tensor, slope_rows
+from .checks import slope_rows
 from .prepare import Request
 from .problem import accumulating_dtype
 from .varlen import _Sequences, alibi_attention_varlen
@@ -68,10 +69,10 @@ def flash_attn_func(  # noqa: PLR0913, PLR0917  (flash-attn's signature)
     >>> [round(weight, 4) for weight in out[0, 3, 0].tolist()]
     [0.1015, 0.1674, 0.276, 0.4551]
     """
-    _check_layout({"q": q, "k": k, "v": v}, "(batch, tokens, heads, head dim)", 4)
-    _check_heads(q, k, "k", "(batch, tokens, heads, head dim)")
-    _check_probs(return_attn_probs, dropout_p)
-    options = _options(causal, window_size, softmax_scale, softcap)
+    check_layout({"q": q, "k": k, "v": v}, "(batch, tokens, heads, head dim)", 4)
+    check_heads(q, k, v, ("k", "v"), "(batch, tokens, heads, head dim)")
+    check_probs(return_attn_probs, dropout_p)
+    options = options_of(causal, window_size, softmax_scale, softcap)
     slopes = _slopes(alibi_slopes, q, q.shape[0])
     out, aux = _call(q, k, v, slopes, Request(**options, dropout_p=dropout_p))
     if not return_attn_probs:
@@ -118,15 +119,19 @@ def flash_attn_varlen_func(  # noqa: PLR0913, PLR0917
     Raises:
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`.
     """
-    _check_probs(return_attn_probs, dropout_p)
-    _check_layout({"q": q}, "(total tokens, heads, head dim)", 3)
+    check_probs(return_attn_probs, dropout_p)
+    check_layout({"q": q}, "(total tokens, heads, head dim)", 3)
+    check_integers("cu_seqlens_q", cu_seqlens_q, q, None)
+    check_integers("cu_seqlens_k", cu_seqlens_k, q, None)
     columns = max_seqlen_k
     if block_table is not None:
+        check_integers("block_table", block_table, q, cu_seqlens_k.shape[0] - 1, None)
+        check_layout({"k": k, "v": v}, "(pages, page size, heads, head dim) with a block_table", 4)
         columns = block_table.shape[1] * k.shape[1]
-        k, v = (_unpaged(name, pool, block_table, cu_seqlens_k) for name, pool in (("k", k), ("v", v)))
-    _check_layout({"q": q, "k": k, "v": v}, "(total tokens, heads, head dim)", 3)
-    _check_heads(q, k, "k", "(total tokens, heads, head dim)")
-    options = _options(causal, window_size, softmax_scale, softcap)
+        k, v = (_unpaged(pool, block_table, cu_seqlens_k) for pool in (k, v))
+    check_layout({"q": q, "k": k, "v": v}, "(total tokens, heads, head dim)", 3)
+    check_heads(q, k, v, ("k", "v"), "(total tokens, heads, head dim)")
+    options = options_of(causal, window_size, softmax_scale, softcap)
     slopes = _slopes(alibi_slopes, q, cu_seqlens_q.shape[0] - 1)
     result = alibi_attention_varlen(
         q,
@@ -206,10 +211,10 @@ def flash_attn_with_kvcache(  # noqa: PLR0913, PLR0917
     if rotary_cos is not None or rotary_sin is not None:
         raise NotImplementedError("rotary_cos and rotary_sin must be None: rotate q and k before the call")
     cache = _Cache(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
-    if k is not None or v is not None:
-        cache.write(k, v)
-    options = _options(causal, window_size, softmax_scale, softcap)
+    options = options_of(causal, window_size, softmax_scale, softcap)
     slopes = _slopes(alibi_slopes, q, q.shape[0])
+    if k is not None or v is not None:
+        cache.write(k, v)  # last, so that a call that is refused has written nothing
     keys, values = cache.read()
     queries, request = cache.place(Request(**options))
     out, aux = _call(q, keys, values, slopes, request)
@@ -231,21 +236,22 @@ class _Cache:
         table: Tensor | None,
     ) -> None:
         layout = "(batch, slots, heads, head dim), or (pages, page size, heads, head dim) with block_table"
-        _check_layout({"q": q}, "(batch, tokens, heads, head dim)", 4)
-        _check_layout({"k_cache": k_cache, "v_cache": v_cache}, layout, 4)
-        _check_heads(q, k_cache, "k_cache", layout)
+        check_layout({"q": q}, "(batch, tokens, heads, head dim)", 4)
+        check_layout({"k_cache": k_cache, "v_cache": v_cache}, layout, 4)
+        check_heads(q, k_cache, v_cache, ("k_cache", "v_cache"), layout)
         self.batch, self.queries = q.shape[:2]
         self.key, self.value = k_cache, v_cache
         rows = {"cache_seqlens": seqlens, "cache_batch_idx": batch_index, "cache_leftpad": leftpad}
         for name, tensor in rows.items():
-            if tensor is not None and not isinstance(tensor, int):
-                _check_integers(name, tensor, q, (self.batch,))
+            number = name == "cache_seqlens" and isinstance(tensor, int) and not isinstance(tensor, bool)
+            if tensor is not None and not number:
+                check_integers(name, cast(Tensor, tensor), q, self.batch)
         self.leftpad = None if leftpad is None else leftpad.long()[:, None]
         self.table = None
         if table is not None:
             if batch_index is not None:
                 raise ValueError("cache_batch_idx must be None with a block_table: order the rows of the table instead")
-            self.table = _check_integers("block_table", table, q, (self.batch, table.shape[-1])).long()
+            self.table = check_integers("block_table", table, q, self.batch, None).long()
         elif batch_index is None and k_cache.shape[0] < self.batch:
             raise ValueError(f"k_cache must have a row for each of q's {self.batch}, got {k_cache.shape[0]}")
         self.index = None if batch_index is None else batch_index.long()
@@ -259,6 +265,7 @@ class _Cache:
         """New keys and values behind what is there."""
         if k is None or v is None or self.lengths is None:
             raise ValueError("k, v and cache_seqlens must be given together: what to write, and where")
+        check_layout({"k": k, "v": v}, "(batch, tokens, heads, head dim)", 4)
         for name, tensor, kept in (("k", k, self.key), ("v", v, self.value)):
             wanted = (self.batch, k.shape[1], *kept.shape[2:])
             if tuple(tensor.shape) != wanted or tensor.dtype != kept.dtype:
@@ -309,52 +316,6 @@ class _Cache:
         return queries, request._replace(query_positions=queries, key_positions=columns - start, key_mask=real)
 
 
-def _check_layout(tensors: dict[str, Tensor], layout: str, dims: int) -> None:
-    for name, tensor in tensors.items():
-        if check_tensor(name, tensor).dim() != dims:
-            raise ValueError(f"{name} must have shape {layout}, got {tuple(tensor.shape)}")
-
-
-def _check_heads(q: Tensor, k: Tensor, name: str, layout: str) -> None:
-    heads, kv_heads = q.shape[-2], k.shape[-2]
-    if kv_heads == 0 or heads == 0 or heads % kv_heads or q.shape[-1] != k.shape[-1]:
-        raise ValueError(
-            f"q must have a positive multiple of {name}'s heads and its head dim, got {tuple(q.shape)} and "
-            f"{tuple(k.shape)}; the layout is {layout}"
-        )
-
-
-def _check_integers(name: str, tensor: Tensor, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    check_tensor(name, tensor, like)
-    if tensor.dtype not in (torch.int32, torch.int64) or tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} must be int32 or int64 of shape {shape}, got {tensor.dtype} {tuple(tensor.shape)}")
-    return tensor
-
-
-def _check_probs(return_attn_probs: bool, dropout_p: float) -> None:
-    if return_attn_probs and dropout_p > 0:
-        raise NotImplementedError(
-            "return_attn_probs must be False with dropout: S_dmask would be the dense matrix that this library never "
-            "makes; alibi_attention_weights shows the softmax, linbias.dropout which pairs are kept"
-        )
-
-
-def _options(causal: bool, window_size: Sequence[int], softmax_scale: float | None, softcap: float) -> dict[str, Any]:
-    """flash-attn's options as alibi_attention's."""
-    if len(window_size) != 2:
-        raise ValueError(f"window_size must be (left, right), got {window_size!r}")
-    if softcap < 0:
-        raise ValueError(f"softcap must be at least 0.0, which means none, got {softcap}")
-    left, right = (None if side < 0 else side for side in window_size)
-    right = None if causal else right  # causality hides the same keys
-    return {
-        "causal": causal,
-        "window": None if left is None and right is None else (left, right),
-        "scale": softmax_scale,
-        "softcap": softcap or None,
-    }
-
-
 def _slopes(alibi_slopes: Tensor | None, q: Tensor, batch: int) -> Tensor:
     """(1, H) or (B, H); zeros for None."""
     heads = q.shape[-2]
@@ -385,11 +346,9 @@ def _flash_lse(lse: Tensor, shift: Tensor | None) -> Tensor:
     return torch.where(lse == -torch.inf, torch.inf, shifted)
 
 
-def _unpaged(name: str, pool: Tensor, table: Tensor, cu_seqlens: Tensor) -> Tensor:
+def _unpaged(pool: Tensor, table: Tensor, cu_seqlens: Tensor) -> Tensor:
     """The tokens of pages (P, page, G, D), laid end to end: (total, G, D)."""
-    _check_layout({name: pool}, "(pages, page size, heads, head dim) with a block_table", 4)
     lengths = cu_seqlens.diff()
-    _check_integers("block_table", table, pool, (lengths.shape[0], table.shape[-1]))
     rows = gather_pages(pool, table.long())
     real = torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]
     packed = rows[real]

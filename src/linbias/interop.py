@@ -13,9 +13,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .bias import dense_penalty, dense_visible, token_positions
-from .checks import check_count, check_tensor, check_window, position_rows, slope_rows
+from .checks import (
+    check_count,
+    check_flag,
+    check_scale,
+    check_tensor,
+    check_tolerance,
+    check_window,
+    position_rows,
+    slope_rows,
+)
 from .prepare import Request, prepare
-from .problem import default_scale
+from .problem import default_scale, default_tolerance
 from .reach import reach, upper_norms
 
 if TYPE_CHECKING:
@@ -175,15 +184,13 @@ def flex_block_mask(  # noqa: PLR0913
     future = past
     if future_slopes is not None:
         future = slope_rows("future_slopes", future_slopes, None, past.shape[1], torch.float64, slopes).detach()
-    if not isinstance(causal, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"causal must be True or False, got {causal!r}")
-    tolerance = torch.finfo(torch.float32).eps / 4 if tolerance is None else tolerance
-    if not 0 <= tolerance < 1:
-        raise ValueError(f"tolerance must be in [0, 1), a share of a row's softmax weight, got {tolerance}")
-    sizes = (block_size, block_size) if isinstance(block_size, int) else block_size
+    tolerance = check_tolerance(tolerance, default_tolerance(torch.float32))
+    if mask_mod is not None and not callable(mask_mod):
+        raise TypeError(f"mask_mod must be a function of (b, h, q_idx, kv_idx), or None, got {mask_mod!r}")
+    sizes = _block_sizes(block_size)
     blocks = _Blocks(check_count("query_length", query_length), check_count("key_length", key_length), sizes, slopes)
     left, right = check_window(window)
-    right = 0 if causal else right
+    right = 0 if check_flag("causal", causal) else right
     share = tolerance if right == 0 else tolerance / 2
     back, ahead = (reach(side, tolerance=share, content=content)[..., None, None] for side in (past, future))
     near = blocks.near(back, ahead, check_count("unbiased", unbiased))
@@ -212,6 +219,9 @@ def content_bound(query: Tensor, key: Tensor, *, scale: float | None = None) -> 
     Returns:
         (H,), detached; nothing is read back from the device.
 
+    Raises:
+        TypeError, ValueError: naming the argument, the rule and what came.
+
     >>> content_bound(torch.full((1, 2, 3, 4), 2.0), torch.ones(1, 1, 5, 4)).round(decimals=4).tolist()
     [8.0, 8.0]
     """
@@ -221,19 +231,29 @@ def content_bound(query: Tensor, key: Tensor, *, scale: float | None = None) -> 
                 f"{name} must have shape (B, heads, tokens, D), query heads a multiple of key heads, "
                 f"got {tuple(tensor.shape)}"
             )
-    factor = abs(default_scale(query.shape[3]) if scale is None else scale)
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(f"key must have the query's head dim {query.shape[3]}, got {key.shape[3]}")
+    factor = abs(check_scale("scale", scale, default_scale(query.shape[3])))
     # One more norm of 0 stands for no tokens at all.
     norms = [F.pad(upper_norms(tensor.detach()).transpose(0, 1).flatten(1), (0, 1)) for tensor in (query, key)]
     return 2 * factor * norms[0].amax(1) * norms[1].amax(1).repeat_interleave(query.shape[1] // key.shape[1])
+
+
+def _block_sizes(block_size: object) -> tuple[int, int]:
+    """(queries, keys) a block."""
+    pair = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    if len(pair) != 2:
+        raise ValueError(f"block_size must be an int or (queries, keys), got {block_size!r}")
+    queries, keys = (check_count("block_size", size) for size in pair)
+    if min(queries, keys) < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size!r}; 128 is FlexAttention's own")
+    return queries, keys
 
 
 class _Blocks:
     """The grid of query blocks x key blocks, by the positions of their first and last tokens; ends aligned."""
 
     def __init__(self, queries: int, keys: int, sizes: tuple[int, int], like: Tensor) -> None:
-        for size in sizes:
-            if check_count("block_size", size) < 1:
-                raise ValueError(f"block_size must be at least 1, got {sizes}; 128 is FlexAttention's own")
         start = keys - queries
         query_starts, key_starts = (
             torch.arange(-(-tokens // size), device=like.device) * size

@@ -4,7 +4,6 @@
 Every default is resolved and every rule checked here, once, for every door into the library.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,8 +13,14 @@ from torch import Tensor
 from .bias import key_ranks, unbiased_marks
 from .checks import (
     check_count,
+    check_dense,
+    check_flag,
     check_metric,
+    check_scale,
+    check_share,
+    check_softcap,
     check_tensor,
+    check_tolerance,
     check_window,
     position_rows,
     segment_rows,
@@ -68,8 +73,10 @@ class Request(NamedTuple):
 _USER_OPTIONS = frozenset(Request._fields) - {"unbiased_marks"}
 
 
-def prepare(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, request: Request) -> tuple[Problem, Operands]:
-    """Check and resolve one call.
+def prepare(
+    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, request: Request, *, draw: bool = True
+) -> tuple[Problem, Operands]:
+    """Check and resolve one call; without `draw`, one that will not be run, so that torch's generator is left alone.
 
     Raises:
         TypeError, ValueError: naming the argument, the rule, what came and what to do.
@@ -81,6 +88,8 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, request: 
         request = request._replace(key_bounds=None)
     options = _options(query, request)
     operands = _operands(query, key, value, slopes, request, options)
+    if draw and options.dropout_p > 0:
+        operands = operands._replace(seed=draw_seed(query.device))
     return Problem.of(operands, options, transformed=transform_active()), operands
 
 
@@ -103,6 +112,7 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
     if query.dtype not in _FLOATING:
         raise TypeError(f"query must be float16, bfloat16, float32 or float64, got {query.dtype}")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_dense(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name} must have 4 dimensions (batch, heads, tokens, head dim), got shape {tuple(tensor.shape)}"
@@ -131,40 +141,19 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
     return query, key, value
 
 
-def _number(name: str, value: float | None, default: float) -> float:
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"{name} must be a Python number, got {type(value).__name__}; a tensor's value is not read")
-    return float(value) if isinstance(value, int) else value
-
-
 def _options(query: Tensor, request: Request) -> Options:
-    if not isinstance(request.causal, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"causal must be True or False, got {request.causal!r}")
-    if request.softcap is not None and not 0 < _number("softcap", request.softcap, 0.0) < math.inf:
-        raise ValueError(f"softcap must be a positive finite number, or None for none, got {request.softcap}")
-    scale = _number("scale", request.scale, default_scale(query.shape[3]))
-    if not -math.inf < scale < math.inf:
-        raise ValueError(f"scale must be finite, or None for 1 / sqrt(head dim), got {request.scale}")
-    dropout_p = _number("dropout_p", request.dropout_p, 0.0)
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be in [0, 1), got {request.dropout_p}")
-    tolerance = _number("tolerance", request.tolerance, default_tolerance(query.dtype))
-    if not 0 <= tolerance < 1:
-        raise ValueError(f"tolerance must be in [0, 1), a share of a row's softmax weight, got {request.tolerance}")
     left, right = check_window(request.window)
     options = Options(
-        causal=request.causal,
+        causal=check_flag("causal", request.causal),
         left=left,
         right=right,
         sinks=check_count("sinks", request.sinks),
         prefix=check_count("prefix", request.prefix),
         metric=check_metric(request.metric),
-        scale=scale,
-        softcap=None if request.softcap is None else float(request.softcap),
-        dropout_p=dropout_p,
-        tolerance=tolerance,
+        scale=check_scale("scale", request.scale, default_scale(query.shape[3])),
+        softcap=check_softcap(request.softcap),
+        dropout_p=check_share("dropout_p", request.dropout_p),
+        tolerance=check_tolerance(request.tolerance, default_tolerance(query.dtype)),
         bounds_block=0 if request.key_bounds is None else _bounds_block(request.key_bounds),
     )
     if options.metric is not None:
@@ -229,7 +218,6 @@ def _operands(
         bound_norms=None if bounds is None else bounds.norms,
         bound_centroids=None if bounds is None else bounds.centroids,
         bound_radii=None if bounds is None else bounds.radii,
-        seed=draw_seed(query.device) if options.dropout_p > 0 else None,
     )
 
 

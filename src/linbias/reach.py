@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ._boxes import in_tiles
-from .checks import check_count, check_tensor
+from .checks import check_count, check_number, check_tensor, readable
 from .problem import accumulating_dtype
 
 
@@ -41,7 +41,8 @@ def key_bounds(key: Tensor, block: int = 64, *, centroids: bool = False) -> KeyB
     """Bounds for each block of ``block`` keys: norms, and optionally centroids and radii.
 
     A score is at most ``|scale| |q| norm``, and at most ``scale <q, centroid> + |scale| |q| radius``; the second is the
-    tighter where the keys of a block resemble each other.
+    tighter where the keys of a block resemble each other. Of the backends, ``tiled`` uses centroids; the others go by
+    the norms.
 
     Args:
         key: (B, G, S, D), floating.
@@ -93,7 +94,7 @@ def reach(slopes: Tensor, *, tolerance: float, content: float | Tensor = 0.0) ->
         (m <= 0, or tolerance 0 with a finite slope).
 
     Raises:
-        TypeError, ValueError: slopes that are not floating, or a tolerance below 0.
+        TypeError, ValueError: slopes that are not floating, a tolerance below 0, or what is not a number.
 
     >>> reach(torch.tensor([0.5, 0.00390625, 0.0]), tolerance=2**-25).tolist()
     [36.0, 5856.0, inf]
@@ -101,8 +102,10 @@ def reach(slopes: Tensor, *, tolerance: float, content: float | Tensor = 0.0) ->
     check_tensor("slopes", slopes)
     if not slopes.is_floating_point():
         raise TypeError(f"slopes must be floating, got {slopes.dtype}")
-    if not tolerance >= 0:
+    if not check_number("tolerance", tolerance) >= 0:
         raise ValueError(f"tolerance must be at least 0, got {tolerance}")
+    if not isinstance(content, Tensor):
+        check_number("content", content)
     slope = slopes.double()
     limit = math.log(tolerance) if tolerance > 0 else -math.inf
     excess = torch.as_tensor(content, dtype=torch.float64, device=slope.device) - tail_log(slope) - limit
@@ -128,8 +131,7 @@ def upper_norms(vectors: Tensor) -> Tensor:
     wide = vectors.to(dtype)
     inflation = 1 + (dim / 2 + 8) * info.eps
     norms = torch.linalg.vector_norm(wide, dim=-1)
-    # Reading a value is free on the CPU; elsewhere it would wait, and it cannot be traced.
-    if norms.device.type == "cpu" and not torch.compiler.is_compiling():
+    if readable(norms):
         low, high = torch.aminmax(norms)
         if low > 1e-15 and high < 1e15:
             return norms * inflation

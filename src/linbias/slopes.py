@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .checks import check_count
+from .checks import check_count, check_number
 
 SlopeRule = Literal["press", "geometric"]
 
@@ -39,7 +39,7 @@ def alibi_slopes(
         (H,) float32.
 
     Raises:
-        ValueError: a count, a rule or ``max_bias`` outside its range.
+        TypeError, ValueError: a count, a rule or ``max_bias`` that is not one or is outside its range.
 
     Reference:
         Press et al., https://arxiv.org/abs/2108.12409, section 3, and the code released with it.
@@ -49,7 +49,7 @@ def alibi_slopes(
     """
     if check_count("num_heads", num_heads) < 1:
         raise ValueError(f"num_heads must be at least 1, got {num_heads}; pass the global number of query heads")
-    if not max_bias > 0 or max_bias == float("inf"):
+    if not 0 < check_number("max_bias", max_bias) < float("inf"):
         raise ValueError(f"max_bias must be a positive finite number, got {max_bias}; the paper uses 8.0")
     biased = num_heads if biased_heads is None else check_count("biased_heads", biased_heads)
     if biased > num_heads:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .attention import Aux, attend
-from .checks import check_count, check_tensor, position_rows, token_rows
+from .checks import check_count, check_tensor, position_rows, readable, token_rows
 from .prepare import Request
 from .problem import Result
 
@@ -55,7 +55,8 @@ def alibi_attention_varlen(  # noqa: PLR0913  (the public operations are exempt)
         value: (total_k, G, V).
         slopes: (H,), (1, H), or (N, H): one row a sequence, which pads the sequences to the longest.
         cu_seqlens_q, cu_seqlens_k: (N + 1,) int32 or int64, from 0 upward, on the query's device. Not read on the host.
-        max_seqlen_q, max_seqlen_k: the longest sequence; used only where sequences must be padded.
+        max_seqlen_q, max_seqlen_k: the longest sequence, or more; used only where sequences must be padded. Too small a
+            number raises on the CPU; elsewhere, and in traced code, it is not compared and the result is undefined.
         causal, window, sinks, prefix, future_slopes, unbiased, scale, softcap, tolerance, backend, return_aux: as for
             `alibi_attention`.
         dropout_p: likewise; the indices i and j count from the start of the call and b is 0. With one row of slopes a
@@ -199,8 +200,8 @@ class _Padded:
     """The same call as a batch of N padded sequences, for slopes that differ by sequence."""
 
     def __init__(self, sequences: _Sequences, max_seqlen_q: int, max_seqlen_k: int) -> None:
-        self._query_index, self._query_real = _pad_index(sequences.query_starts, max_seqlen_q)
-        self._key_index, self._key_real = _pad_index(sequences.key_starts, max_seqlen_k)
+        self._query_index, self._query_real = _pad_index("max_seqlen_q", sequences.query_starts, max_seqlen_q)
+        self._key_index, self._key_real = _pad_index("max_seqlen_k", sequences.key_starts, max_seqlen_k)
         self._numbers = sequences.query_numbers
         self._columns = torch.arange(len(sequences.query_numbers), device=self._numbers.device)
         self._columns = self._columns - sequences.query_starts[self._numbers]
@@ -253,10 +254,13 @@ class _Padded:
         )
 
 
-def _pad_index(starts: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+def _pad_index(name: str, starts: Tensor, longest: int) -> tuple[Tensor, Tensor]:
     """(N, longest) index into the tokens laid end to end, and which places are real."""
+    lengths = starts.diff()
+    if readable(lengths) and lengths.numel() and (found := int(lengths.amax())) > longest:
+        raise ValueError(f"{name} must be at least the longest sequence's {found} tokens, got {longest}; pass {found}")
     columns = torch.arange(longest, device=starts.device)
-    real = columns < starts.diff()[:, None]
+    real = columns < lengths[:, None]
     return torch.where(real, starts[:-1, None] + columns, 0), real
 
 

@@ -52,7 +52,7 @@ def results() -> Results:
         settings={"model": {"layers": 2, "width": 24, "heads": 3}, "train": {"steps": 7, "passages": 3, "length": 16}},
         corpus={"name": "made up", "splits": {"test": {"text": "<none>", "bytes": 1234567, "sha256": "ab" * 32}}},
         environment={
-            "versions": {"linbias": "0.0", "torch": "2", "triton": None},
+            "versions": {"linbias": "0.0", "torch": "2", "matplotlib": None},
             "machine": {"processor": "abacus", "cores": 1},
             "device": "cpu",
             "workers": 1,

@@ -128,6 +128,39 @@ def test_constructor_arguments_that_cannot_be_honoured_are_refused():
         MultiheadAttention(WIDTH, HEADS, unbiased=-1)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("dropout", "a", "dropout must be a Python number, got str"),
+        ("dropout", None, "dropout must be a Python number, got NoneType"),
+        ("tolerance", 2.0, r"tolerance must be in \[0, 1\)"),
+        ("tolerance", torch.nan, r"tolerance must be in \[0, 1\)"),
+        ("tolerance", "a", "tolerance must be a Python number"),
+        ("backend", "cuda", "backend must be 'auto' or one of"),
+        ("causal", "yes", "causal must be True or False, got 'yes'"),
+        ("num_heads", "a", "num_heads must be an int >= 0, got 'a'"),
+    ],
+)
+def test_constructor_arguments_are_checked_before_the_first_call(name: str, value: Any, words: str):
+    with pytest.raises((TypeError, ValueError), match=words):
+        MultiheadAttention(**({"embed_dim": WIDTH, "num_heads": HEADS} | {name: value}))
+
+
+def test_what_is_no_tensor_is_named():
+    tokens = inputs()
+    for name in ("query", "key", "value"):
+        with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got list"):
+            attention()(**({"query": tokens, "key": tokens, "value": tokens} | {name: [1.0]}))
+
+
+def test_from_torch_takes_torchs_modules_alone():
+    """One of ours has options that taking over the parameters would lose."""
+    with pytest.raises(TypeError, match="module has a bias already"):
+        MultiheadAttention.from_torch(MultiheadAttention(WIDTH, HEADS, causal=True))
+    with pytest.raises(TypeError, match=r"module must be a torch.nn.MultiheadAttention, got Linear"):
+        MultiheadAttention.from_torch(nn.Linear(3, 3))  # pyright: ignore[reportArgumentType]
+
+
 def test_F9_asking_for_weights_changes_no_bit_and_rows_sum_to_one():
     for options in ({}, {"add_bias_kv": True, "add_zero_attn": True}, {"causal": True, "window": (2, 0)}):
         module, tokens = attention(**options), inputs()

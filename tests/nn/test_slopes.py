@@ -199,3 +199,16 @@ def test_L3_weight_decay_leaves_learned_slopes_alone():
     before = model[0].weight.detach().clone()
     optimizer.step()
     assert torch.equal(shared(), Slopes(3, learned=True)()) and not torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_heads": "a"}, "num_heads must be an int >= 0, got 'a'"),
+        ({"num_heads": None}, "num_heads must be an int >= 0, got None"),
+        ({"num_heads": 4, "max_bias": "a"}, "max_bias must be a Python number, got str"),
+    ],
+)
+def test_what_is_no_number_is_named(arguments: dict[str, Any], words: str):
+    with pytest.raises((TypeError, ValueError), match=words):
+        Slopes(**arguments)

@@ -14,7 +14,7 @@ from ..prepare import Request, prepare
 from ..problem import Gradients, Operands, Problem, Result
 from . import native, reference, tiled
 
-__all__ = ["Backend", "available", "explain", "select"]
+__all__ = ["Backend", "available", "check_name", "explain", "select"]
 
 
 class Backend(Protocol):
@@ -61,6 +61,13 @@ def available() -> tuple[str, ...]:
     return tuple(_BY_NAME)
 
 
+def check_name(name: object) -> str:
+    """The name of a backend or "auto"; whether it can run is another question."""
+    if not isinstance(name, str) or (name != "auto" and name not in _BY_NAME):
+        raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, _BY_NAME))}, got {name!r}")
+    return name
+
+
 def select(name: str, problem: Problem) -> Backend:
     """The backend to run `problem`: the one named, or for "auto" the first that can.
 
@@ -72,8 +79,7 @@ def select(name: str, problem: Problem) -> Backend:
         for backend in _ORDER:
             if backend.why_not(problem) is None:
                 return backend
-    if name not in _BY_NAME:
-        raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, _BY_NAME))}, got {name!r}")
+    check_name(name)
     reason = _BY_NAME[name].why_not(problem)
     if reason is not None:
         raise BackendUnavailable(f"backend {name!r} cannot run this call: {reason}; backend='auto' picks one that can")
@@ -92,7 +98,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, **options
     Raises:
         TypeError, ValueError: as `linbias.alibi_attention` would.
     """
-    problem, _ = prepare(query, key, value, slopes, Request.of("explain", options))
+    problem, _ = prepare(query, key, value, slopes, Request.of("explain", options), draw=False)
     chosen = select("auto", problem).NAME
     lines: list[str] = []
     for backend in _ORDER:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an experiment can be told. The command line is generated from these classes, one flag per field."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -216,8 +217,10 @@ class InspectCommand:
 
     def __post_init__(self) -> None:
         at_least(1, heads=self.heads, length=self.length)
-        if not self.max_bias > 0:
-            raise ConfigError(f"max_bias must be greater than 0, got {self.max_bias}")
+        if not 0 < self.max_bias < math.inf:
+            raise ConfigError(f"max_bias must be greater than 0 and finite, got {self.max_bias}; the paper uses 8")
+        if not math.isfinite(self.content):
+            raise ConfigError(f"content must be finite, got {self.content}; 0 asks about the bias alone")
         if self.tolerance is not None and not 0 < self.tolerance < 1:
             raise ConfigError(f"tolerance must lie between 0 and 1, got {self.tolerance}")
 

@@ -16,7 +16,6 @@ _EXTRAS = {
     "jinja2": "lab",
     "safetensors": "lab",
     "transformers": "hf",
-    "triton": "triton",
 }
 
 

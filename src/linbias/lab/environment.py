@@ -10,7 +10,7 @@ import torch
 from .. import __version__
 from .runner import usable_cores
 
-PACKAGES = ("numpy", "tyro", "tqdm", "matplotlib", "jinja2", "safetensors", "transformers", "triton")
+PACKAGES = ("numpy", "tyro", "tqdm", "matplotlib", "jinja2", "safetensors", "transformers")
 
 
 def versions() -> dict[str, str | None]:

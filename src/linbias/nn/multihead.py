@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..attention import alibi_attention, alibi_attention_weights, merge
-from ..checks import check_count, check_tensor, check_window
+from ..backends import check_name
+from ..checks import check_count, check_flag, check_share, check_tensor, check_tolerance, check_window, readable
 from ..varlen import alibi_attention_varlen
-from .slopes import Slopes, unwatched
+from .slopes import Slopes
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -83,37 +84,46 @@ class MultiheadAttention(nn.MultiheadAttention):
         tolerance: float | None = None,
         backend: str = "auto",
     ) -> None:
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        for name, count in (("embed_dim", embed_dim), ("num_heads", num_heads), ("unbiased", unbiased)):
+            check_count(name, count)
+        check_share("dropout", dropout)
         for name, module in (("slopes", slopes), ("future_slopes", future_slopes)):
             if module is not None and not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"{name} must be a module such as Slopes({num_heads}), got {type(module).__name__}")
             if isinstance(module, Slopes) and module.local_heads != num_heads:
                 raise ValueError(f"{name} must give num_heads={num_heads} slopes, got {module!r}")
         check_window(window)
+        check_tolerance(tolerance, 0.0)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
         self._qkv_same_embed_dim = False
         self.slopes = Slopes(num_heads) if slopes is None else slopes
         self.future_slopes = future_slopes
-        self.causal = causal
+        self.causal = check_flag("causal", causal)
         self.window = window
-        self.unbiased = check_count("unbiased", unbiased)
+        self.unbiased = unbiased
         self.tolerance = tolerance
-        self.backend = backend
+        self.backend = check_name(backend)
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> Self:
         """A module with the bias that takes over the parameters of a torch one: shared, not copied.
 
         Args:
-            module: what it replaces.
+            module: what it replaces. One with a bias of its own is refused: its causal, window or slopes would be lost.
             options: the keyword-only arguments of the constructor.
+
+        Raises:
+            TypeError: not torch's `MultiheadAttention`, or this class already.
 
         >>> layer = torch.nn.TransformerEncoderLayer(d_model=12, nhead=3, batch_first=True)
         >>> layer.self_attn = MultiheadAttention.from_torch(layer.self_attn)
         """
+        if isinstance(module, MultiheadAttention):
+            raise TypeError("module has a bias already, got linbias.nn.MultiheadAttention; use it, or copy.deepcopy it")
+        if not isinstance(module, nn.MultiheadAttention):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"module must be a torch.nn.MultiheadAttention, got {type(module).__name__}")
         new = cls(
             module.embed_dim,
             module.num_heads,
@@ -169,7 +179,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             TypeError, ValueError: naming the argument, the rule, what came and what to do.
         """
-        if query.is_nested or key.is_nested or value.is_nested:
+        given = {"query": query, "key": key, "value": value}
+        if any(check_tensor(name, tensor).is_nested for name, tensor in given.items()):
             self._refuse_beside_nested(key_padding_mask, attn_mask, need_weights)
             return self._attend_nested(query, key, value, is_causal), None
         self._check_inputs(query, key, value)
@@ -374,6 +385,6 @@ def _require(holds: Tensor, message: str) -> None:
 
 def _is_lower_triangle(visible: Tensor) -> bool:
     """Whether a mask says no more than ``causal`` does, where that is free to know: then no kernel need read it."""
-    if not unwatched() or visible.device.type != "cpu" or visible.dim() != 2 or visible.shape[0] != visible.shape[1]:
+    if not readable(visible) or visible.dim() != 2 or visible.shape[0] != visible.shape[1]:
         return False
     return torch.equal(visible, torch.ones_like(visible).tril_())

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..checks import check_count
-from ..ops import transforms_active
+from ..checks import check_count, unwatched
 from ..slopes import SlopeRule, alibi_slopes
 
 
@@ -61,7 +60,7 @@ class Slopes(nn.Module):
         super().__init__()
         if check_count("world", world) < 1 or check_count("rank", rank) >= world:
             raise ValueError(f"rank must be below world, got rank={rank}, world={world}")
-        if num_heads % world:
+        if check_count("num_heads", num_heads) % world:
             raise ValueError(f"num_heads must divide among world={world} ranks, got {num_heads}; slice alibi_slopes")
         self._rule: dict[str, Any] = {
             "num_heads": num_heads,
@@ -156,12 +155,6 @@ class Slopes(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ready": {}}
-
-
-def unwatched() -> bool:
-    """No tracer, transform or mode is active, so tensors are what they seem and may be kept."""
-    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transforms_active()  # pyright: ignore
-    return not watched
 
 
 def weight_decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
