@@ -172,5 +172,7 @@ NB_MODULE(_native, m) {
   m.def("backward", &linbias::backward, nb::arg("environment"), nb::arg("options"), nb::arg("operands"),
         nb::arg("saved"), nb::arg("results"));
   m.def("has_variant", &linbias::has_variant, nb::arg("name"));
+  // What backends/native.py must agree with: raised whenever the order or meaning of an argument changes.
+  m.attr("interface") = 2;
   m.def("variant", [] { return std::string(linbias::best_kernels().name); });
 }

@@ -4,21 +4,20 @@
 from collections.abc import Sequence
 
 _View = tuple[int, Sequence[int], Sequence[int]] | None
+_Environment = tuple[int, int, str]
+_Options = tuple[bool | int | float | str | None, ...]
+
+interface: int
 
 def forward(
-    sizes: tuple[int, ...],
-    options: tuple[bool | int | float | None, ...],
-    operands: tuple[_View, ...],
-    results: tuple[int, ...],
-    variant: str = "",
+    environment: _Environment, options: _Options, operands: tuple[_View, ...], results: tuple[int, ...]
 ) -> None: ...
 def backward(
-    sizes: tuple[int, ...],
-    options: tuple[bool | int | float | None, ...],
+    environment: _Environment,
+    options: _Options,
     operands: tuple[_View, ...],
     saved: tuple[_View, ...],
     results: tuple[int | None, ...],
-    variant: str = "",
 ) -> None: ...
 def has_variant(name: str) -> bool: ...
 def variant() -> str: ...

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from linbias import alibi_attention, alibi_slopes
+from linbias import BackendUnavailable, alibi_attention, alibi_slopes
 from linbias.backends import native, reference
 from linbias.problem import Operands, Options, Problem, Result
 from linbias.testing import PROBLEMS, Case, Judge, make_inputs
@@ -135,7 +135,7 @@ def test_calls_from_several_threads_at_once(threads):
 
 FORK = """
 import os, sys, torch
-from linbias import alibi_attention, alibi_slopes
+from linbias import BackendUnavailable, alibi_attention, alibi_slopes
 torch.set_num_threads(2)
 q = torch.randn(1, 4, 200, 16)
 call = lambda: alibi_attention(q, q, q, alibi_slopes(4), causal=True, backend="native")
@@ -406,7 +406,7 @@ def test_the_numbers_of_segments_do_not_matter(number: Callable[[Tensor], Tensor
 
 MEMORY = """
 import resource, sys, torch
-from linbias import alibi_attention, alibi_slopes
+from linbias import BackendUnavailable, alibi_attention, alibi_slopes
 from linbias.backends import native, reference
 from linbias.problem import Operands, Options, Problem
 torch.set_num_threads(int(sys.argv[1]))
@@ -535,7 +535,7 @@ def test_half_precision_far_into_a_long_text():
 def test_an_interrupt_waits_for_the_call_and_leaves_the_kernels_usable():
     code = """
 import signal, torch
-from linbias import alibi_attention, alibi_slopes
+from linbias import BackendUnavailable, alibi_attention, alibi_slopes
 torch.set_num_threads(2)
 q = torch.randn(1, 8, 3000, 64)
 small = q[:, :, :200]
@@ -567,3 +567,14 @@ def test_units_and_fuzz_under_sanitizers(sanitizers: str, tmp_path: Path):
     ctest = ["ctest", "--test-dir", str(tmp_path), "--output-on-failure"]
     done = subprocess.run(ctest, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_kernels_of_other_sources_are_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "_INTERFACE", -1)
+    native._kernels.cache_clear()
+    query = torch.zeros(1, 1, 3, 4)
+    try:
+        with pytest.raises(BackendUnavailable, match="interface -1, got .* make setup"):
+            alibi_attention(query, query, query, alibi_slopes(1), causal=True, backend="native")
+    finally:
+        native._kernels.cache_clear()

@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from ..errors import BackendUnavailable
 from ..problem import Gradients, Operands, Problem, Result
 
 NAME = "native"
@@ -79,6 +80,8 @@ def backward(
     return Gradients(*gradients)
 
 
+# What the tuples below hold; csrc/bindings.cpp counts along.
+_INTERFACE = 2
 # Which build of the kernels runs; "": the widest this processor has. Tests compare them all.
 _variant = ""
 
@@ -87,6 +90,12 @@ _variant = ""
 def _kernels() -> ModuleType:
     from linbias import _native
 
+    built = getattr(_native, "interface", 0)
+    if built != _INTERFACE:
+        raise BackendUnavailable(
+            f"backend 'native' needs kernels of interface {_INTERFACE}, got {built}: they were built for other sources "
+            f"of linbias; install it again (in a checkout: make setup), or pass backend='tiled'"
+        )
     return _native
 
 
