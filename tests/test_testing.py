@@ -63,7 +63,10 @@ class TestTable:
             ("padding", {"left", "right", "holes", "shared", "nothing"}),
             ("mask", {"keys", "pairs", "heads", "items", "full"}),
             ("segments", {"packed", "mixed"}),
-            ("positions", {"shifted", "keys", "jumps", "repeats", "unsorted", "items", "far", "grid", "points"}),
+            (
+                "positions",
+                {"shifted", "keys", "jumps", "repeats", "unsorted", "items", "far", "away", "grid", "points"},
+            ),
             ("metric", {"euclidean", "manhattan"}),
             ("slopes", {"press", "steeper", "zero", "inf", "negative", "mixed", "double", "row", "items"}),
             ("future", {"steeper", "zero", "inf", "negative", "mixed", "double", "row", "items", "press"}),
