@@ -249,8 +249,8 @@ struct Ledger : JudgedRows<C> {
   // Strips whose scores against keys of norm `rho` exceed no row's top by more than exp can take in its stride: they
   // need no new top. Rows without one yet are not among them.
   uint32_t calm_strips(C rho) const {
-    // No more than needed: weights of e^most times values must stay in range.
-    constexpr C most = 10;
+    // e^20 lets 1,000 values of 1e26 add up in float; less would make strips of ordinary keys look for a new top.
+    constexpr C most = 20;
     alignas(64) typename Simd<C>::Int calm[kStrips];
     for (int v = 0; v < kStrips; v += kLanes<C>) {
       Mask<C> ok = ~Mask<C>{};
