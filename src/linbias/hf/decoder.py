@@ -17,8 +17,9 @@ from transformers.utils import logging
 from .cache import AlibiCache
 from .sight import Sight, look
 
-TESTED_VERSIONS = ("5.18.0", "5.24.0")
-"""The oldest and newest transformers that the tests of this package were run with."""
+TESTED_VERSIONS = ("5.18", "5.24")
+"""The oldest and newest transformers that the tests of this package were run with. A patch release of them is taken where
+its sources are the known ones."""
 
 # transformers 5.24 calls `cache` what was `past_key_values` before, in arguments and outputs.
 CACHE = "cache" if "cache" in inspect.signature(Output).parameters else "past_key_values"
