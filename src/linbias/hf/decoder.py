@@ -18,8 +18,8 @@ from .cache import AlibiCache
 from .sight import Sight, look
 
 TESTED_VERSIONS = ("5.18", "5.24")
-"""The oldest and newest transformers that the tests of this package were run with. A patch release of them is taken where
-its sources are the known ones."""
+"""The oldest and newest transformers that the tests of this package were run with. A patch release of them is taken
+where its sources are the known ones."""
 
 # transformers 5.24 calls `cache` what was `past_key_values` before, in arguments and outputs.
 CACHE = "cache" if "cache" in inspect.signature(Output).parameters else "past_key_values"
@@ -109,11 +109,7 @@ def decode(
         raise ValueError(
             "output_attentions needs every key at hand, which an AlibiCache does not keep; use DynamicCache"
         )
-    if attention_mask is not None and not isinstance(attention_mask, Tensor):
-        raise TypeError(
-            f"attention_mask must be a tensor or None, got {type(attention_mask).__name__}; "
-            f"pass torch.as_tensor(attention_mask)"
-        )
+    _check_mask_is_tensor(attention_mask)
     sight = see(model, attention_mask, cache, hidden, position_ids)._replace(with_weights=with_weights)
     arguments = model.block_arguments(sight)
     states: list[Tensor] = []
@@ -151,6 +147,13 @@ def see(model: Any, attention_mask: Tensor | None, cache: Any, hidden: Tensor, p
         keys = hidden.shape[1] if cache is None else cache.get_mask_sizes(hidden.shape[1], 0)[0]
         real = torch.ones((hidden.shape[0], keys), dtype=torch.int64, device=hidden.device)
     return sight._replace(own_bias=model.own_bias(real, hidden.dtype))
+
+
+def _check_mask_is_tensor(mask: object) -> None:
+    if mask is not None and not isinstance(mask, Tensor):
+        raise TypeError(
+            f"attention_mask must be a tensor or None, got {type(mask).__name__}; pass torch.as_tensor(attention_mask)"
+        )
 
 
 def _check_cache_is_used(model: Any, use_cache: bool | None) -> None:

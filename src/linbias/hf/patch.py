@@ -201,8 +201,8 @@ def _check_unpatched(model: nn.Module, families: dict[type[nn.Module], Family]) 
     whole = type(model).__name__
     if any(type(part) in families for part in model.modules()):
         raise ValueError(
-            f"of this {whole}, {', '.join(map(repr, names))} is already patched: linbias.unpatch(model) first, or patch "
-            f"the other parts one by one"
+            f"of this {whole}, {', '.join(map(repr, names))} is already patched: linbias.unpatch(model) first, or "
+            f"patch the other parts one by one"
         )
     raise ValueError(f"this {whole} is already patched; linbias.unpatch(model) first")
 
