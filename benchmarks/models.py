@@ -56,7 +56,7 @@ def build(family: str, kind: str, head: str, tokens: int, width: int = WIDTH) ->
     torch.manual_seed(0)
     sizes = {
         "bloom": {"hidden_size": width, "n_layer": LAYERS, "n_head": HEADS},
-        "mpt": {"d_model": width, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": tokens},
+        "mpt": {"d_model": width, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": max(tokens, CHECKED_TOKENS)},
         "falcon": {
             "hidden_size": width,
             "num_hidden_layers": LAYERS,
@@ -108,8 +108,9 @@ def clock() -> float:
 
 
 def peak() -> float:
-    """GB this process has held at most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    """GB this process has held at most; ru_maxrss would count the parent's, which Linux hands on."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 / 1e9 for line in lines if line.startswith("VmHWM"))
 
 
 def linear_layers(model: Any, tokens: int) -> float:
@@ -195,6 +196,7 @@ def stream(family: str, kind: str, tokens: int) -> dict[str, Any]:
     linbias.patch(model)
     cache = AlibiCache(window=(1023, 0), sinks=4)
     ids = torch.randint(3, VOCABULARY, (1, 16))
+    end = model.config.eos_token_id  # MPT's configuration names none
     speeds, held = [], []
     for piece in range(10):
         start, before = clock(), ids.shape[1]
@@ -203,9 +205,12 @@ def stream(family: str, kind: str, tokens: int) -> dict[str, Any]:
             **{CACHE: cache},
             max_length=16 + tokens * (piece + 1) // 10,
             do_sample=False,
-            suppress_tokens=[model.config.eos_token_id],
+            use_cache=True,
+            suppress_tokens=None if end is None else [end],
             pad_token_id=0,
         )
+        if (seen := cache.get_seq_length()) != ids.shape[1] - 1:
+            raise ValueError(f"the cache has seen {seen} tokens of {ids.shape[1] - 1}: nothing to time")
         speeds.append((ids.shape[1] - before) / (clock() - start))
         with open("/proc/self/statm") as pages:
             held.append(int(pages.read().split()[1]) * resource.getpagesize() / 1e9)

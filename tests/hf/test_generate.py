@@ -14,6 +14,7 @@ from tests.hf.tiny import (
     CACHE,
     KINDS,
     base,
+    checkpoint_activations,
     every_family,
     every_kind,
     generate,
@@ -65,6 +66,24 @@ def test_c12_static_cache(kind: str, strategy: str):
     expected = run(model, ids, mask, **STRATEGIES[strategy])
     linbias.patch(model)
     assert torch.equal(run(model, ids, mask, cache_implementation="static", **STRATEGIES[strategy]), expected)
+
+
+@pytest.mark.parametrize("fidelity", ["exact", "checkpoint"])
+@every_kind
+def test_static_cache_of_a_base_model_patched_alone(kind: str, fidelity: str):
+    """generate then makes a 4-D mask for it, in which Falcon must still count tokens and not places."""
+    model, ids = make(kind, layers=2), tokens(3, 12)
+    mask = lengths_mask(12, 9, 11) * (torch.arange(12) % 5 != 3)
+    expected = scores(model, ids, mask)
+    linbias.patch(base(model), fidelity=fidelity)
+    torch.testing.assert_close(scores(model, ids, mask), expected, atol=2e-4, rtol=0)
+    torch.testing.assert_close(scores(model, ids, mask, cache_implementation="static"), expected, atol=2e-4, rtol=0)
+
+
+def scores(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
+    """(B, new tokens, vocabulary)."""
+    settings = {"max_new_tokens": 7, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    return torch.stack(generate(model, ids, attention_mask=mask, **settings, **options).scores, 1)
 
 
 @pytest.mark.parametrize("ours", [False, True], ids=["dynamic", "ours"])
@@ -287,3 +306,60 @@ def test_dynamic_cache_made_by_an_unpatched_model(kind: str):
         linbias.patch(model)
         actual = model(ids[:, 6:], use_cache=True, **{CACHE: cache}).logits
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
+
+
+class TestUseCache:
+    """MPT's default configuration has use_cache=False: generate then hands in the whole text for every token."""
+
+    @staticmethod
+    def model(kind: str, **options: Any) -> Any:
+        model = make(kind, layers=2, use_cache=False, **options)
+        assert model.config.use_cache is False and model.generation_config.use_cache is False
+        return model
+
+    def test_mpt_has_it_off(self):
+        assert transformers.MptConfig().use_cache is False
+
+    @pytest.mark.parametrize("ours", [False, True], ids=["dynamic", "ours"])
+    @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+    @every_family
+    def test_a_cache_without_it_is_refused(self, kind: str, masked: bool, ours: bool):
+        model, ids, mask = self.model(kind), tokens(2, 9), lengths_mask(9, 6) if masked else None
+        linbias.patch(model)
+        cache = AlibiCache() if ours else transformers.DynamicCache(config=model.config)
+        with pytest.raises(ValueError, match="use_cache=False and a cache contradict each other.*Pass use_cache=True"):
+            run(model, ids, mask, do_sample=False, cache=cache)
+
+    @every_family
+    def test_asked_for_it_is_right(self, kind: str):
+        model, ids = self.model(kind), tokens(2, 9)
+        linbias.patch(model)
+        expected, cache = run(model, ids, do_sample=False), AlibiCache()
+        assert torch.equal(run(model, ids, do_sample=False, cache=cache, use_cache=True), expected)
+        assert cache.get_seq_length() == 9 + 7 - 1
+
+    @every_family
+    def test_a_model_called_with_a_cache_uses_it(self, kind: str):
+        """Where nothing says it should not: one pass adds its tokens once, whatever the configuration has."""
+        model, ids = self.model(kind), tokens(2, 9)
+        linbias.patch(model)
+        cache = AlibiCache()
+        with torch.no_grad():
+            expected = model(ids).logits[:, 5:]
+            model(ids[:, :5], **{CACHE: cache})
+            actual = model(ids[:, 5:], **{CACHE: cache}).logits
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
+
+    @every_family
+    def test_gradient_checkpointing_would_drop_it(self, kind: str):
+        model, ids = make(kind, layers=2), tokens(2, 9)
+        linbias.patch(model)
+        checkpoint_activations(model, reentrant=False)
+        cache = AlibiCache()
+        with torch.no_grad():
+            expected = model(ids).logits[:, 5:]
+            model(ids[:, :5], **{CACHE: cache})
+            with pytest.raises(ValueError, match="gradient checkpointing in training mode uses no cache"):
+                model.train()(ids[:, 5:], **{CACHE: cache})
+            actual = model.eval()(ids[:, 5:], **{CACHE: cache}).logits
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)

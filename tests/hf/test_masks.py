@@ -102,6 +102,14 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"4-D attention_mask must have shape \(batch or 1, heads or 1, 5, 5\)"):
             seen(torch.ones(shape, dtype=torch.bool))
 
+    @pytest.mark.parametrize("mask", [[[1] * 5] * 2, torch.ones(2, 5).numpy()], ids=["list", "numpy"])
+    @every_family
+    def test_what_is_no_tensor(self, kind: str, mask: Any):
+        model = make(kind, layers=1)
+        linbias.patch(model)
+        with pytest.raises(TypeError, match="attention_mask must be a tensor or None, got (list|ndarray); pass torch"):
+            model(tokens(2, 5), attention_mask=mask)
+
     def test_a_bias_is_not_a_mask(self):
         with pytest.raises(ValueError, match="anything between is a bias, which a mask cannot carry"):
             seen(torch.full((1, 1, 5, 5), -0.5))

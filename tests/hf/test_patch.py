@@ -82,6 +82,21 @@ class TestUndo:
             raise RuntimeError("inside")
         assert classes(model) == before
 
+    def test_the_end_of_a_block_undoes_what_its_call_did(self):
+        """Not what was there before, and nothing where the block undid it: its own error must come through."""
+        pair = nn.ModuleDict({"a": make("bloom", layers=1), "b": make("mpt", layers=1)})
+        with linbias.patch(pair["b"]):
+            linbias.patch(pair["a"], fidelity="checkpoint")
+            patched = classes(pair["a"])
+        assert classes(pair["a"]) == patched and base(pair["a"]).linbias_fidelity == "checkpoint"
+        assert type(base(pair["b"])) is transformers.MptModel
+        with pytest.raises(KeyError, match="the user's"), linbias.patch(pair["b"]):
+            linbias.unpatch(pair["b"])
+            raise KeyError("the user's")
+        with linbias.patch(pair["b"]):
+            linbias.unpatch(pair)
+        assert type(base(pair["a"])) is transformers.BloomModel
+
     def test_nothing_to_undo(self):
         with pytest.raises(ValueError, match="nothing in this BloomForCausalLM is patched"):
             linbias.unpatch(make("bloom"))
@@ -274,6 +289,28 @@ class TestRefusals:
         with pytest.raises(ValueError, match="already patched"):
             linbias.patch(model)
 
+    @pytest.mark.parametrize("fidelity", ["exact", "checkpoint"])
+    def test_a_part_of_it_twice(self, fidelity: str):
+        pair = nn.ModuleDict({"a": make("bloom", layers=1), "b": make("mpt", layers=1)})
+        linbias.patch(pair["a"], fidelity="checkpoint")
+        before = classes(pair)
+        with pytest.raises(ValueError, match=r"of this ModuleDict, 'a\.transformer' is already patched"):
+            linbias.patch(pair, fidelity=fidelity)
+        assert classes(pair) == before
+        assert base(pair["a"]).linbias_fidelity == "checkpoint"
+
+    def test_the_head_after_the_base_model(self):
+        model = make("falcon", layers=1)
+        linbias.patch(base(model))
+        with pytest.raises(ValueError, match="this FalconForCausalLM is already patched"):
+            linbias.patch(model)
+
+    @pytest.mark.parametrize("change", [linbias.patch, linbias.unpatch])
+    @pytest.mark.parametrize("model", [None, "bloom", transformers.BloomModel], ids=["None", "name", "class"])
+    def test_what_is_no_model(self, change: Any, model: Any):
+        with pytest.raises(TypeError, match="model must be a torch.nn.Module, got .*; pass .*from_pretrained"):
+            change(model)
+
     def test_fidelity(self):
         with pytest.raises(ValueError, match="fidelity must be 'exact' or 'checkpoint', got 'fast'"):
             linbias.patch(make("bloom"), fidelity="fast")
@@ -313,7 +350,7 @@ def _rotary() -> nn.Module:
 
 
 class TestVersions:
-    @pytest.mark.parametrize("version", ["4.57.6", "6.0.0"])
+    @pytest.mark.parametrize("version", ["4.57.6", "5.18.0rc1", "5.25.0.dev0", "6.0.0"])
     @every_family
     def test_unknown_ones_are_refused(self, kind: str, version: str):
         model = make(kind)
@@ -345,7 +382,17 @@ class TestVersions:
         (transformers_range,) = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
             "optional-dependencies"
         ]["hf"]
-        assert transformers_range == f"transformers>={oldest},<={newest}"
+        major, minor = map(int, newest.split("."))
+        assert transformers_range == f"transformers>={oldest},<{major}.{minor + 1}"
+
+    @pytest.mark.parametrize("version", ["5.18.0", "5.24.1", "5.24.17.dev0"])
+    @every_family
+    def test_patch_releases_are_told_apart_by_their_source(self, kind: str, version: str):
+        with mock.patch("transformers.__version__", version):
+            assert linbias.patch(make(kind, layers=1)).layers == 1
+            with mock.patch.object(families, "fingerprint", lambda sources: "0123456789abcdef"):
+                with pytest.raises(NotImplementedError, match="source of its classes has changed"):
+                    linbias.patch(make(kind, layers=1))
 
     @every_family
     def test_the_installed_one_is_known(self, kind: str):

@@ -53,13 +53,14 @@ def make(kind: str, head: str = "lm", *, heads: int = 6, layers: int = 3, width:
     if family == BLOOM:
         sizes = {"hidden_size": width, "n_layer": layers, "n_head": heads}
     elif family == MPT:
-        sizes = {"d_model": width, "n_layers": layers, "n_heads": heads, "max_seq_len": 64, "use_cache": True}
+        sizes = {"d_model": width, "n_layers": layers, "n_heads": heads, "max_seq_len": 64}
+        sizes["use_cache"] = True  # as for the others; MptConfig's own default is False, see TestUseCache
     else:
         sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "alibi": True}
         sizes |= FALCON_KINDS[kind]
     name = _CLASSES[family]
     settings = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, **sizes}
-    config = getattr(transformers, f"{name}Config")(**settings, **options)
+    config = getattr(transformers, f"{name}Config")(**{**settings, **options})
     model = getattr(transformers, name + HEADS[head])(config).eval()
     with torch.no_grad():
         for label, parameter in model.named_parameters():

@@ -121,8 +121,9 @@ class AlibiLayer(CacheLayerMixin):
 class AlibiCache(Cache):
     """A transformers cache that keeps keys as `linbias.KVCache` does; for patched models in "exact" fidelity.
 
-    Pass it to ``generate(past_key_values=...)`` or to the model. With a window and sinks, generation can go on without
-    end at constant memory and speed.
+    Pass it to ``generate`` or to the model as ``cache=`` (``past_key_values=`` before transformers 5.24), with
+    ``use_cache=True`` where the configuration has it off, as MPT's does. With a window and sinks, generation can go on
+    without end at constant memory and speed.
 
     Args:
         window: (left, right): a token sees `left` tokens back; older ones are dropped. None: all are kept.

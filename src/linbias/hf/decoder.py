@@ -17,8 +17,9 @@ from transformers.utils import logging
 from .cache import AlibiCache
 from .sight import Sight, look
 
-TESTED_VERSIONS = ("5.18.0", "5.24.0")
-"""The oldest and newest transformers that the tests of this package were run with."""
+TESTED_VERSIONS = ("5.18", "5.24")
+"""The oldest and newest transformers that the tests of this package were run with. A patch release of them is taken
+where its sources are the known ones."""
 
 # transformers 5.24 calls `cache` what was `past_key_values` before, in arguments and outputs.
 CACHE = "cache" if "cache" in inspect.signature(Output).parameters else "past_key_values"
@@ -95,6 +96,8 @@ def decode(
 ) -> Any:
     """The forward pass of `model`, a `Decoder`; arguments and result as transformers has them."""
     use_cache, with_weights, with_hidden, return_dict = _resolve(model, **flags)
+    if cache is not None:
+        _check_cache_is_used(model, flags["use_cache"])
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("pass exactly one of input_ids and inputs_embeds")
     if inputs_embeds is None:
@@ -106,6 +109,7 @@ def decode(
         raise ValueError(
             "output_attentions needs every key at hand, which an AlibiCache does not keep; use DynamicCache"
         )
+    _check_mask_is_tensor(attention_mask)
     sight = see(model, attention_mask, cache, hidden, position_ids)._replace(with_weights=with_weights)
     arguments = model.block_arguments(sight)
     states: list[Tensor] = []
@@ -143,6 +147,32 @@ def see(model: Any, attention_mask: Tensor | None, cache: Any, hidden: Tensor, p
         keys = hidden.shape[1] if cache is None else cache.get_mask_sizes(hidden.shape[1], 0)[0]
         real = torch.ones((hidden.shape[0], keys), dtype=torch.int64, device=hidden.device)
     return sight._replace(own_bias=model.own_bias(real, hidden.dtype))
+
+
+def _check_mask_is_tensor(mask: object) -> None:
+    if mask is not None and not isinstance(mask, Tensor):
+        raise TypeError(
+            f"attention_mask must be a tensor or None, got {type(mask).__name__}; pass torch.as_tensor(attention_mask)"
+        )
+
+
+def _check_cache_is_used(model: Any, use_cache: bool | None) -> None:
+    """Raise where a cache was given and would not be filled once a token, as whoever gave it expects.
+
+    `generate` with use_cache=False hands the whole text in again for every token, and each pass would be added to the
+    cache; a block that recomputes its activations drops the cache. None is not an error: the cache is filled.
+    """
+    if use_cache is False:
+        raise ValueError(
+            f"use_cache=False and a cache contradict each other: generate would add the whole text to the cache for "
+            f"every token. Pass use_cache=True (where nothing is passed, generate takes it from the configuration, "
+            f"which has {model.config.use_cache}), or no cache"
+        )
+    if model.gradient_checkpointing and model.training:
+        raise ValueError(
+            "gradient checkpointing in training mode uses no cache, so what the cache holds would not be seen: call "
+            "model.eval() or model.gradient_checkpointing_disable(), or pass no cache"
+        )
 
 
 def _resolve(

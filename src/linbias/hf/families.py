@@ -53,7 +53,8 @@ class Family:
     differences: Callable[[Any, str], list[str]] = _nothing
     """Where a decoder's results will differ from the unpatched model's by more than rounding, for a fidelity."""
     versions: tuple[str, str] | None = None
-    """Oldest and newest version of transformers that the family was tested with; None: of no concern."""
+    """Oldest and newest version of transformers that the family takes; None: of no concern. The newest goes as far as
+    it is written: "5.24" has all patch releases of 5.24 in it, which `known_sources` should then tell apart."""
     sources: tuple[Any, ...] = ()
     """The originals that the subclasses replace or rely on."""
     known_sources: Mapping[str, str] = field(default_factory=dict)
@@ -70,7 +71,8 @@ class Family:
             from packaging.version import parse
 
             oldest, newest = self.versions
-            if not parse(oldest) <= parse(transformers.__version__) <= parse(newest):
+            installed, last = parse(transformers.__version__), parse(newest).release
+            if not (parse(oldest) <= installed and installed.release[: len(last)] <= last):
                 return f"transformers {transformers.__version__} is not among the tested versions {oldest} to {newest}"
         replaced = [name for source in self.sources for name in _replaced(source)]
         if replaced:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`patch` and `unpatch`: give a model's own instances the classes of its `Family`, and take them back."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import MethodType, TracebackType
 from typing import Any, Literal
@@ -42,6 +43,8 @@ class Report:
     """ "exact" or "checkpoint"."""
     decoders: tuple[PatchedDecoder, ...]
     """The base models found."""
+    changed: tuple[nn.Module, ...] = field(repr=False)
+    """The instances that got another class, and get theirs back at the end of a ``with`` block."""
 
     @property
     def layers(self) -> int:
@@ -67,7 +70,8 @@ class Report:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        unpatch(self.model)
+        # Silent where the block unpatched the model itself: an error here would hide the block's own.
+        _restore(self.changed, families_for(self.model))
 
 
 def patch(model: nn.Module, *, fidelity: Fidelity = "exact") -> Report:
@@ -87,8 +91,9 @@ def patch(model: nn.Module, *, fidelity: Fidelity = "exact") -> Report:
         end of the block.
 
     Raises:
-        ValueError: nothing to change, an option that cannot be honoured, or a model that is already patched; the
-            message names it. The model is then as it was.
+        TypeError: not a module.
+        ValueError: nothing to change, an option that cannot be honoured, or a model of which some part is already
+            patched; the message names it. The model is then as it was.
         NotImplementedError: the installed transformers is not one the patch was tested with.
         ImportError: transformers is missing.
 
@@ -100,11 +105,13 @@ def patch(model: nn.Module, *, fidelity: Fidelity = "exact") -> Report:
     >>> linbias.unpatch(model)
     2
     """
+    _check_model(model)
     _require_transformers()
     if fidelity not in _FIDELITIES:
         raise ValueError(f"fidelity must be 'exact' or 'checkpoint', got {fidelity!r}")
     families = families_for(model)
     found = [(name, part, families[type(part)]) for name, part in model.named_modules() if type(part) in families]
+    _check_unpatched(model, families)
     if not found:
         raise ValueError(_nothing_found(model, families))
     for name, decoder, family in found:
@@ -132,6 +139,7 @@ def patch(model: nn.Module, *, fidelity: Fidelity = "exact") -> Report:
             )
             for name, decoder, family in found
         ),
+        tuple(parts),
     )
 
 
@@ -145,20 +153,58 @@ def unpatch(model: nn.Module) -> int:
         How many attention layers were restored.
 
     Raises:
+        TypeError: not a module.
         ValueError: nothing in it is patched.
     """
+    _check_model(model)
     families = families_for(model)
-    back = {new: old for family in families.values() for old, new in family.all_swaps("exact").items()}
-    patched = [part for part in model.modules() if type(part) in back]
-    if not patched:
+    back = _originals(families)
+    if not any(type(part) in back for part in model.modules()):
         raise ValueError(f"nothing in this {type(model).__name__} is patched; linbias.patch(model) comes first")
+    return _restore(model.modules(), families)
+
+
+def _originals(families: dict[type[nn.Module], Family]) -> dict[type[nn.Module], type[nn.Module]]:
+    """Patched class -> original."""
+    return {new: old for family in families.values() for old, new in family.all_swaps("exact").items()}
+
+
+def _restore(parts: Iterable[nn.Module], families: dict[type[nn.Module], Family]) -> int:
+    """Give those that are patched their classes back; how many attention layers that restored."""
+    back = _originals(families)
     restored = 0
-    for part in patched:
+    for part in parts:
+        if type(part) not in back:
+            continue
         _become(part, back[type(part)])
         vars(part).pop("linbias_fidelity", None)
         family = families.get(type(part))
         restored += len(list(family.layers(part))) if family else 0
     return restored
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        hint = "an instance of it" if isinstance(model, type) else "a loaded model"
+        raise TypeError(
+            f"model must be a torch.nn.Module, got {model!r}; pass {hint}, such as "
+            f"BloomForCausalLM.from_pretrained(...) returns"
+        )
+
+
+def _check_unpatched(model: nn.Module, families: dict[type[nn.Module], Family]) -> None:
+    """Raise if any part is patched: two fidelities in one model, or half of it unpatched with the other, mislead."""
+    patched = [family.swaps[family.decoder] for family in families.values()]
+    names = [name for name, part in model.named_modules() if type(part) in patched]
+    if not names:
+        return
+    whole = type(model).__name__
+    if any(type(part) in families for part in model.modules()):
+        raise ValueError(
+            f"of this {whole}, {', '.join(map(repr, names))} is already patched: linbias.unpatch(model) first, or "
+            f"patch the other parts one by one"
+        )
+    raise ValueError(f"this {whole} is already patched; linbias.unpatch(model) first")
 
 
 def _require_transformers() -> None:
@@ -171,8 +217,6 @@ def _require_transformers() -> None:
 def _nothing_found(model: nn.Module, families: dict[type[nn.Module], Family]) -> str:
     kinds = {type(part) for part in model.modules()}
     for family in families.values():
-        if family.swaps[family.decoder] in kinds:
-            return f"this {type(model).__name__} is already patched; linbias.unpatch(model) first"
         for kind in kinds:
             if issubclass(kind, family.decoder):
                 return (

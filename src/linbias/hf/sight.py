@@ -68,7 +68,8 @@ def look(
         sight: the slopes, and whether tokens see only earlier ones where no 4-D mask decides.
         counted: positions count the real tokens (BLOOM, Falcon), rather than the places in storage (MPT). They
             differ only where a mask has holes.
-        packed: Falcon's position_ids (B, T), which tell packed sequences apart; see `segments_of`.
+        packed: Falcon's position_ids (B, T), which tell packed sequences apart (see `segments_of`); and that positions
+            are counted under a 4-D mask on a static cache, too.
 
     Raises:
         TypeError, ValueError: a mask or cache that does not fit.
@@ -84,12 +85,19 @@ def look(
         return sight._replace(segments=segments_of(packed, batch) if cache is None else None)
     mask = mask.to(hidden.device)
     if mask.dim() == 4:
-        return sight._replace(causal=False, attn_mask=pair_mask(mask, queries, keys))
-    key_mask = token_mask(mask, batch, keys, keys if aligned else None)
-    if readable(key_mask) and aligned:
-        if bool(key_mask.all()):
+        sight = sight._replace(causal=False, attn_mask=pair_mask(mask, queries, keys))
+        if aligned or not counted or packed is None:
             return sight
-        counted = counted and has_holes(key_mask)
+        # What generate makes of a (B, S) mask where the language model around this one is not patched: the last query
+        # sees every real token.
+        assert sight.attn_mask is not None
+        key_mask = sight.attn_mask.any(1).any(1).expand(batch, -1)
+    else:
+        key_mask = token_mask(mask, batch, keys, keys if aligned else None)
+        if readable(key_mask) and aligned:
+            if bool(key_mask.all()):
+                return sight
+            counted = counted and has_holes(key_mask)
     if counted:
         # Not clamped at 0: padding before a text stands before its first token, and so sees nothing.
         positions = key_mask.to(torch.int64).cumsum(-1) - 1
