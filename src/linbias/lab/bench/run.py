@@ -37,6 +37,8 @@ _LENGTHS = {False: (512, 1024, 2048, 4096, 8192, 16384, 65536, 131072), True: (5
 _LONGEST_TRAINING = 8192
 _CONTENT_LENGTH = {False: 4096, True: 1024}
 _ROUNDS = {False: 9, True: 3}
+_SHORT = {False: 16384, True: 0}
+"""Shorter inputs are timed that much more often: a disturbance outlasts many of their calls."""
 RESULTS = "results.json"
 _MODEL = ModelConfig(layers=2, width=256, heads=4)
 _MODEL_STEPS = {False: 150, True: 10}
@@ -196,7 +198,7 @@ def _plan(command: BenchCommand, names: list[str], record: Record) -> list[_Job]
     jobs: list[_Job] = []
     for length in sorted(set(command.lengths or _LENGTHS[quick])):
         if "forward" in command.parts:
-            jobs.append(_race(length, contenders, FORWARD, rounds, record))
+            jobs.append(_race(length, contenders, FORWARD, max(rounds, _SHORT[quick] // length), record))
         if "training" in command.parts and length <= _LONGEST_TRAINING:
             jobs.append(_race(length, contenders, BOTH, rounds, record))
     if "inputs" in command.parts:
