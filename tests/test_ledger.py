@@ -23,9 +23,9 @@ from tests.ledger_calls import CONTENTS, calls, contents
 
 def exactly(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
     """The same call in float64."""
-    names = ("query", "key", "value", "slopes", "future_slopes", "query_positions", "key_positions")
-    given = {name: getattr(operands, name) for name in names}
-    wide = {name: given[name].double() for name in names if given[name] is not None and given[name].is_floating_point()}
+    # All that is floating, bounds included: a backend reads what it is given as the accumulating type.
+    given = operands._asdict()
+    wide = {name: each.double() for name, each in given.items() if each is not None and each.is_floating_point()}
     exact = operands._replace(**wide)
     return Problem.of(exact, problem.options), exact
 
