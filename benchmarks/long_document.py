@@ -33,6 +33,7 @@ def attempt(text: bytes, patched: bool, width: int, limit: float, report: Connec
     from transformers import BloomConfig, BloomModel
 
     import linbias
+    from linbias.lab.bench.memory import peak_mib
 
     torch.manual_seed(0)
     model = BloomModel(BloomConfig(vocab_size=256, hidden_size=width, n_layer=LAYERS, n_head=HEADS)).eval()
@@ -47,9 +48,7 @@ def attempt(text: bytes, patched: bool, width: int, limit: float, report: Connec
         report.send(f"failed: {str(error).splitlines()[0]}")
         return
     assert hidden.isfinite().all()
-    # Not ru_maxrss, which Linux hands on from the parent.
-    status = Path("/proc/self/status").read_text().splitlines()
-    peak = next(int(line.split()[1]) * 1024 / 1e9 for line in status if line.startswith("VmHWM"))
+    peak = peak_mib() * 2**20 / 1e9
     report.send(f"read in {time.process_time() - start:.1f} s of CPU time, {peak:.2f} GB at most")
 
 

@@ -21,7 +21,6 @@ import concurrent.futures
 import json
 import multiprocessing
 import resource
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,9 @@ import linbias
 from linbias.hf.cache import AlibiCache
 from linbias.hf.decoder import CACHE
 from linbias.hf.sight import Sight
+from linbias.lab.bench.memory import peak_mib
+from linbias.lab.bench.timing import now, seconds
+from linbias.lab.storage import write_text
 
 HEADS, WIDTH, LAYERS, VOCABULARY = 16, 1024, 2, 1000
 PATCHED, OURS = "patched", "patched, AlibiCache"
@@ -93,24 +95,14 @@ def check(model: Any, family: str) -> float:
     return difference
 
 
-def seconds(function: Callable[[], object], rounds: int) -> float:
-    """The best of several runs."""
-    best = float("inf")
-    for _ in range(rounds):
-        start = clock()
-        function()
-        best = min(best, clock() - start)
-    return best
-
-
-def clock() -> float:
-    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+def best(function: Callable[[], object], rounds: int) -> float:
+    """Seconds of the best of several runs."""
+    return min(seconds(function) for _ in range(rounds))
 
 
 def peak() -> float:
-    """GB this process has held at most; ru_maxrss would count the parent's, which Linux hands on."""
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) * 1024 / 1e9 for line in lines if line.startswith("VmHWM"))
+    """GB this process has held at most."""
+    return peak_mib() * 2**20 / 1e9
 
 
 def linear_layers(model: Any, tokens: int) -> float:
@@ -119,7 +111,7 @@ def linear_layers(model: Any, tokens: int) -> float:
     for part in model.modules():
         if isinstance(part, torch.nn.Linear):
             rows = torch.randn(tokens, part.in_features)
-            total += seconds(lambda part=part, rows=rows: torch.nn.functional.linear(rows, part.weight, part.bias), 2)
+            total += best(lambda part=part, rows=rows: torch.nn.functional.linear(rows, part.weight, part.bias), 2)
     return total
 
 
@@ -129,7 +121,7 @@ def prefill(family: str, kind: str, tokens: int) -> dict[str, float]:
     ids = torch.randint(VOCABULARY, (1, tokens))
     with torch.no_grad():
         model(ids[:, :64], use_cache=False)
-        found["seconds"] = seconds(lambda: model(ids, use_cache=False), 3 if tokens <= 2048 else 1)
+        found["seconds"] = best(lambda: model(ids, use_cache=False), 3 if tokens <= 2048 else 1)
         found["gigabytes"] = peak()
         if kind == PATCHED:
             found["linear_seconds"] = linear_layers(model, tokens)
@@ -171,7 +163,7 @@ def decode(family: str, kind: str, tokens: int, steps: int = 32) -> dict[str, fl
                 model(ids, use_cache=True, **{CACHE: cache})
 
         run()
-        found["tokens_per_second"] = steps / seconds(run, 1)
+        found["tokens_per_second"] = steps / seconds(run)
     return found
 
 
@@ -185,7 +177,7 @@ def train(family: str, kind: str, tokens: int) -> dict[str, float]:
         model.zero_grad()
         model(ids, labels=ids, use_cache=False).loss.backward()
 
-    found["seconds"] = seconds(step, 2 if tokens <= 1024 else 1)
+    found["seconds"] = best(step, 2 if tokens <= 1024 else 1)
     found["gigabytes"] = peak()
     return found
 
@@ -199,7 +191,7 @@ def stream(family: str, kind: str, tokens: int) -> dict[str, Any]:
     end = model.config.eos_token_id  # MPT's configuration names none
     speeds, held = [], []
     for piece in range(10):
-        start, before = clock(), ids.shape[1]
+        start, before = now(), ids.shape[1]
         ids = model.generate(
             ids,
             **{CACHE: cache},
@@ -211,7 +203,7 @@ def stream(family: str, kind: str, tokens: int) -> dict[str, Any]:
         )
         if (seen := cache.get_seq_length()) != ids.shape[1] - 1:
             raise ValueError(f"the cache has seen {seen} tokens of {ids.shape[1] - 1}: nothing to time")
-        speeds.append((ids.shape[1] - before) / (clock() - start))
+        speeds.append((ids.shape[1] - before) / (now() - start))
         with open("/proc/self/statm") as pages:
             held.append(int(pages.read().split()[1]) * resource.getpagesize() / 1e9)
     return {"tokens": ids.shape[1], "tokens_per_second": speeds, "gigabytes": held}
@@ -308,7 +300,6 @@ def main() -> None:
 
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "linbias": linbias.__version__}
     report: dict[str, Any] = {**versions, "threads": options.threads, "figures": []}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     for work, sizes in plan(options):
         for family in options.families:
             for tokens in sizes:
@@ -316,7 +307,7 @@ def main() -> None:
                     found = figure(work, family, kind, tokens, options.threads)
                     names = {"work": work, "family": family, "kind": kind, "tokens": tokens}
                     report["figures"].append({**names, **found})
-                    options.output.write_text(json.dumps(report, indent=2) + "\n")
+                    write_text(options.output, json.dumps(report, indent=2) + "\n")
                     show(work, family, kind, tokens, found)
 
 

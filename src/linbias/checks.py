@@ -35,6 +35,7 @@ def unwatched() -> bool:
     """No tracer, transform or mode is active, so tensors are what they seem and may be kept."""
     return not (
         torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None  # pyright: ignore
         or torch._C._len_torch_dispatch_stack()  # pyright: ignore
         or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
     )

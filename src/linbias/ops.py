@@ -2,7 +2,7 @@
 """The torch operators of linbias, declared once; a backend fills them.
 
 ``linbias::attention`` and ``linbias::attention_backward`` take the fields of `Operands`, then those of `Options`, then
-the backend's name, so their schemas are written by those dataclasses. Schema, shapes for tracing, gradient and vmap
+the backend's name, so their schemas are written by those named tuples. Schema, shapes for tracing, gradient and vmap
 rule live here and nowhere else. The composite backend needs none of this: autograd and the tracers see through it.
 """
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .backends import Backend, select
+from .checks import unwatched
 from .errors import BackendUnavailable
 from .problem import OPERAND_NAMES, OPTION_NAMES, Operands, Options, Problem, Result, accumulating_dtype
 
@@ -80,11 +81,7 @@ def _is_plain(tensors: Iterable[Tensor | None]) -> bool:
 
     It costs several times a small call. Tensors that are negative or zero by a mark, not by their memory, need it.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transforms_active():  # pyright: ignore
-        return False
-    if torch._C._get_tracing_state() is not None:  # pyright: ignore
-        return False
-    return not any(
+    return unwatched() and not any(
         tensor is not None
         and (
             type(tensor) not in _PLAIN
@@ -96,11 +93,6 @@ def _is_plain(tensors: Iterable[Tensor | None]) -> bool:
         )
         for tensor in tensors
     )
-
-
-def transforms_active() -> bool:
-    """Whether any functorch transform, vmap included, is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
 
 
 def _unpack(args: tuple[Any, ...]) -> tuple[Problem, Operands, str]:

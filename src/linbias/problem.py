@@ -142,11 +142,6 @@ class Problem(NamedTuple):
         """The dtype of scores, bias, softmax and lse."""
         return accumulating_dtype(self.dtype)
 
-    @property
-    def default_tolerance(self) -> float:
-        """See the function of that name."""
-        return default_tolerance(self.dtype)
-
 
 class Result(NamedTuple):
     """What a backend's forward returns."""

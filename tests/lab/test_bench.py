@@ -231,6 +231,15 @@ def test_what_leaves_nothing_to_measure_is_an_error(tmp_path):
             bench(BenchCommand(parts=parts, lengths=lengths, backends=("tiled",), out=tmp_path))
 
 
+def test_what_a_run_leaves_out_is_told(quick_run, monkeypatch, capsys):
+    monkeypatch.setattr("linbias.backends.native.why_not", lambda problem: "has no hands")
+    command = replace(quick_run, backends=None, lengths=(33, 9000), parts=("training", "figures"))
+    gaps = bench(command).found["left out"].not_run
+    assert gaps.keys() == {"linbias native", "figures", "training beyond 8,192 tokens"}
+    assert "has no hands" in gaps["linbias native"] and gaps["figures"].endswith("timed: tiled")
+    assert "has no hands" in capsys.readouterr().err
+
+
 def test_goals_are_for_one_thread():
     assert "goal" in describe(record(timing())) and "goal" not in describe(record(timing(), threads=2))
 

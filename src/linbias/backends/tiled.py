@@ -43,23 +43,19 @@ def forward(problem: Problem, operands: Operands) -> Result:
     """Visit the nearest tiles, and of the others those that could matter."""
     call = without_unseen(Call.of(problem, operands))
     lanes = problem.batch * problem.heads
-    running = Softmax.of(call, lanes)
-    computed, skipped = [0] * lanes, torch.zeros_like(running.peak)
-    out, lse = None, running.lse
-    if lanes * problem.queries * problem.keys > 0:
-        plan = Plan.of_forward(call)
-        skipped = _skipped(plan.visits, lse)
-        if plan.fusible:
-            banded = bands(problem, plan.visits)
-            out, lse = fused.forward(call, banded)
-            computed = banded.pairs(lanes)
-        else:
-            for piece in _pieces(problem, plan.visits):
-                forward_piece(call, piece, running)
-                for lane in piece.lanes:
-                    computed[lane] += (piece.rows.stop - piece.rows.start) * piece.width
-            lse = running.lse
-    out = running.mean() if out is None else out
+    plan = Plan.of_forward(call) if lanes * problem.queries * problem.keys > 0 else None
+    if plan is not None and plan.fusible:
+        banded = bands(problem, plan.visits)
+        out, lse = fused.forward(call, banded)
+        computed = banded.pairs(lanes)
+    else:
+        running, computed = Softmax.of(call, lanes), [0] * lanes
+        for piece in () if plan is None else _pieces(problem, plan.visits):
+            forward_piece(call, piece, running)
+            for lane in piece.lanes:
+                computed[lane] += (piece.rows.stop - piece.rows.start) * piece.width
+        out, lse = running.mean(), running.lse
+    skipped = torch.zeros_like(lse) if plan is None else _skipped(plan.visits, lse)
     shape = (problem.batch, problem.heads)
     return Result(
         out=out.unflatten(0, shape).to(problem.dtype),

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..cache import KVCache
-from .sight import Sight, has_holes, pair_mask, readable, token_mask
+from ..checks import readable
+from .sight import Sight, has_holes, pair_mask, token_mask
 
 _ONLY_PATCHED = (
     "an AlibiCache hands no keys out: only models patched by linbias.patch can use it; give other models a DynamicCache"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops import transforms_active
+from ..checks import readable
 
 # Additive masks hide with finfo.min, -inf or -10000; anything between that and 0 is a bias, not a mask.
 _HIDDEN = -1e4
@@ -117,18 +117,6 @@ def segments_of(position_ids: Tensor | None, batch: int) -> Tensor | None:
     if readable(segments) and not bool(segments.any()):
         return None
     return segments.expand(batch, -1)
-
-
-def readable(tensor: Tensor) -> bool:
-    """Whether its values may be looked at: they lie in this process's memory and nothing records the program."""
-    return (
-        tensor.device.type == "cpu"
-        and type(tensor) is Tensor
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-        and not torch._C._len_torch_dispatch_stack()  # pyright: ignore
-        and not transforms_active()
-    )
 
 
 def _lengths(cache: Any, queries: int) -> tuple[int | Tensor, int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..problem import default_tolerance
 from ..reach import reach
 from ..slopes import alibi_slopes
 from .config import InspectCommand
@@ -29,11 +30,6 @@ def effective_context(slopes: Tensor) -> Tensor:
     [2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0]
     """
     return 1 / slopes.double()
-
-
-def default_tolerance(dtype: torch.dtype) -> float:
-    """Return a quarter of the epsilon of the type that attention on `dtype` accumulates in."""
-    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps / 4
 
 
 def vanishing_distance(slopes: Tensor, dtype: torch.dtype, content: float) -> Tensor:

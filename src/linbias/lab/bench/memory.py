@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peak memory of one call, each in a process of its own: ``python -m linbias.lab.bench.memory IMPLEMENTATION N B H``.
 
-What the process held before the call does not count, nor, with ``--beyond``, what the call must return.
+What the process held before the call does not count, nor, with ``--training``, what the call must return.
 """
 
 import argparse
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -61,12 +60,15 @@ def beyond_results() -> Found:
     )
 
 
-def _peak_mib() -> float:
+def peak_mib() -> float:
+    """Return MiB of memory that this process has held at most."""
     status = Path("/proc/self/status")
     if status.is_file():
         # Linux hands ru_maxrss on from the parent's memory through exec; VmHWM is this program's alone.
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) / 1024
+    import resource  # which Windows lacks
+
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
@@ -77,14 +79,14 @@ def _grown(contender: Contender, length: int, batch: int, heads: int, training: 
     query, key, value = qkv = tuple(torch.ones(batch, heads, length, DIM, requires_grad=training) for _ in range(3))
     grad = torch.ones(batch, heads, length, DIM)
     content = Content("ones", query, key, value, alibi_slopes(heads))
-    before = _peak_mib()
+    before = peak_mib()
     out = contender.make(content)(*qkv)
     if not training:
-        return _peak_mib() - before
+        return peak_mib() - before
     kept = torch.autograd.grad(out, qkv, grad)
     # lse and the bound of what was skipped are saved for the backward: one number each a row.
     returned = out.nbytes + sum(gradient.nbytes for gradient in kept) + 2 * out.nbytes // DIM
-    return _peak_mib() - before - returned / 2**20
+    return peak_mib() - before - returned / 2**20
 
 
 def _main() -> None:

@@ -18,7 +18,6 @@ _LOOKS = {
     "eager formula": ("#E69F00", "^"),
     "bias as extra channel": ("#009E73", "X"),
 }
-_PLAIN = "#1f2430"
 
 
 def draw_bench(record: Record) -> bytes | None:
@@ -41,7 +40,7 @@ def draw_bench(record: Record) -> bytes | None:
         aims = [(length, goals[length]) for length, _ in known if length in goals]
         ratio.scatter([x for x, _ in aims], [y for _, y in aims], marker="_", s=160, color=colour, zorder=2)
     _draw_baseline(cost, chosen)
-    ratio.axhline(1, color=_PLAIN, linewidth=1)
+    ratio.axhline(1, color=INK, linewidth=1)
     ratio.annotate("dashes: goals", (0.02, 0.95), xycoords="axes fraction", fontsize=8, color=QUIET)
     label(cost, "Time per token, forward", "tokens", "microseconds")
     label(ratio, "Time of SDPA without any bias over this", "tokens", "")
@@ -64,7 +63,7 @@ def _draw_baseline(ax: Any, timings: list[Timing]) -> None:
     drawn = [(run, "-", BASELINE)] + ([(further, ":", f"{BASELINE}: square growth")] if len(further) > 1 else [])
     for points, line, name in drawn:
         x, y = [length for length, _ in points], [_per_token(seconds, length) for length, seconds in points]
-        ax.plot(x, y, color=_PLAIN, linewidth=2, linestyle=line, label=name, zorder=2)
+        ax.plot(x, y, color=INK, linewidth=2, linestyle=line, label=name, zorder=2)
 
 
 def _axes(ax: Any, lengths: list[int]) -> None:

@@ -64,14 +64,15 @@ def bench(command: BenchCommand) -> Record:
     Raises:
         Interrupted: stopped; what was measured is kept and not measured again.
         BackendUnavailable: a backend that was asked for cannot run here.
+        ConfigError: nothing is left to measure.
         Unfit: a backend's results are wrong.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(command.threads)
     try:
-        names = _backends(command)
+        names, gaps = _backends(command)
         _check(names)
-        return _measure(command, names)
+        return _measure(command, names, gaps | _gaps(command, names))
     finally:
         torch.set_num_threads(threads)
 
@@ -86,19 +87,31 @@ def write_report(record: Record, folder: Path) -> list[Path]:
     return [results, plot]
 
 
-def _backends(command: BenchCommand) -> list[str]:
-    """Those that were asked for, or the fast ones that can run here."""
+def _backends(command: BenchCommand) -> tuple[list[str], dict[str, str]]:
+    """Those that were asked for, or the fast ones that can run here; and why a fast one cannot."""
     probe = normal(16)
     chosen: list[str] = []
+    gaps: dict[str, str] = {}
     for name in dict.fromkeys(command.backends or ("native", "tiled")):
         try:
             alibi_attention(*probe.qkv, probe.slopes, causal=True, backend=name)
-        except BackendUnavailable:
+        except BackendUnavailable as reason:
             if command.backends is not None:
                 raise
+            gaps[f"linbias {name}"] = str(reason)
             continue
         chosen.append(name)
-    return chosen
+    return chosen, gaps
+
+
+def _gaps(command: BenchCommand, names: list[str]) -> dict[str, str]:
+    """What of the parts asked for is never measured with these backends and lengths, and why."""
+    gaps: dict[str, str] = {}
+    if "figures" in command.parts and "native" not in names:
+        gaps["figures"] = f"they are those of backend native, which is not among those timed: {', '.join(names)}"
+    if "training" in command.parts and max(_lengths(command)) > _LONGEST_TRAINING:
+        gaps[f"training beyond {_LONGEST_TRAINING:,} tokens"] = "left out, it would take minutes"
+    return gaps
 
 
 def _check(names: list[str]) -> None:
@@ -112,11 +125,13 @@ def _check(names: list[str]) -> None:
                 ) from wrong
 
 
-def _measure(command: BenchCommand, names: list[str]) -> Record:
+def _measure(command: BenchCommand, names: list[str], gaps: dict[str, str]) -> Record:
     settings = _settings(command, names)
     unfinished = command.out / f"unfinished-{settings}.json"
     record = _open(command, names, settings, unfinished)
     jobs = _plan(command, names, record)
+    if gaps:
+        jobs.append(_Job("left out", 0.0, partial(Found, not_run=gaps)))
     display = open_display("linbias bench", sum(job.cost for job in jobs))
     try:
         with _stopped_by_sigterm():
@@ -196,7 +211,7 @@ def _plan(command: BenchCommand, names: list[str], record: Record) -> list[_Job]
     contenders = [*map(Contender.of_linbias, names), *PEERS]
     rounds = _ROUNDS[quick]
     jobs: list[_Job] = []
-    for length in sorted(set(command.lengths or _LENGTHS[quick])):
+    for length in _lengths(command):
         if "forward" in command.parts:
             jobs.append(_race(length, contenders, FORWARD, max(rounds, _SHORT[quick] // length), record))
         if "training" in command.parts and length <= _LONGEST_TRAINING:
@@ -215,11 +230,15 @@ def _plan(command: BenchCommand, names: list[str], record: Record) -> list[_Job]
     return jobs
 
 
+def _lengths(command: BenchCommand) -> list[int]:
+    return sorted(set(command.lengths or _LENGTHS[command.quick]))
+
+
 def _race(length: int, contenders: list[Contender], direction: Direction, rounds: int, record: Record) -> _Job:
     def work() -> Found:
         return race(normal(length), contenders, direction, rounds, record)
 
-    # Pairs at 60 GFLOP/s; what skips computes about what a head sees of 6,000 tokens. The first turn compiles.
+    # Pairs at 30 GFLOP/s; what skips computes about what a head sees of 6,000 tokens. The first turn compiles.
     pairs = [length * min(length, 6000 if each.longest > PLAIN.longest else length) / 2 for each in contenders]
     able = [count for count, each in zip(pairs, contenders, strict=True) if length <= each.longest]
     turn = sum(able) * 4 * 12 * 64 / 30e9 * (1 if direction == FORWARD else 3)

@@ -35,7 +35,7 @@ def line_of(found: Found) -> str:
     parts = [f"{timing.implementation} {_ratio(timing)}{f' ({timing.inputs})' * several}" for timing in found.timings]
     parts += [f"{figure.reached:.3g} (goal {figure.relation} {figure.goal:g})" for figure in found.figures]
     parts += [f"{name} {size:.0f} MiB" for name, size in found.memory_mib.items()]
-    return ", ".join(parts) or "nothing could be run"
+    return ", ".join(parts) or "; ".join(f"{what}: {why}" for what, why in found.not_run.items())
 
 
 def _ratio(timing: Timing) -> str:

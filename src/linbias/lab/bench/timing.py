@@ -11,15 +11,19 @@ BUDGET = 30.0
 """Seconds after which a comparison takes no further turn; each has had two by then, or one that long."""
 
 
-def seconds(call: Call) -> float:
-    """Return what one call takes: CPU time of the process if torch uses one thread, so that other load counts less.
+def now() -> float:
+    """Return seconds: CPU time of the process if torch uses one thread, so that other load counts less.
 
     With more threads, CPU time would add them up, so it is the time on the wall.
     """
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    start = clock()
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def seconds(call: Call) -> float:
+    """Return what one call takes, by `now`."""
+    start = now()
     call()
-    return clock() - start
+    return now() - start
 
 
 def wall_seconds(call: Call) -> float:
