@@ -95,9 +95,12 @@ def check(model: Any, family: str) -> float:
     return difference
 
 
-def best(function: Callable[[], object], rounds: int) -> float:
-    """Seconds of the best of several runs."""
-    return min(seconds(function) for _ in range(rounds))
+def best(function: Callable[[], object], rounds: int = 5, enough: float = 30.0) -> float:
+    """Seconds of the best of several runs; no further run once they have taken `enough` together."""
+    found: list[float] = []
+    while len(found) < rounds and sum(found) < enough:
+        found.append(seconds(function))
+    return min(found)
 
 
 def peak() -> float:
@@ -111,7 +114,7 @@ def linear_layers(model: Any, tokens: int) -> float:
     for part in model.modules():
         if isinstance(part, torch.nn.Linear):
             rows = torch.randn(tokens, part.in_features)
-            total += best(lambda part=part, rows=rows: torch.nn.functional.linear(rows, part.weight, part.bias), 2)
+            total += best(lambda part=part, rows=rows: torch.nn.functional.linear(rows, part.weight, part.bias))
     return total
 
 
@@ -121,7 +124,7 @@ def prefill(family: str, kind: str, tokens: int) -> dict[str, float]:
     ids = torch.randint(VOCABULARY, (1, tokens))
     with torch.no_grad():
         model(ids[:, :64], use_cache=False)
-        found["seconds"] = best(lambda: model(ids, use_cache=False), 3 if tokens <= 2048 else 1)
+        found["seconds"] = best(lambda: model(ids, use_cache=False))
         found["gigabytes"] = peak()
         if kind == PATCHED:
             found["linear_seconds"] = linear_layers(model, tokens)
@@ -177,7 +180,7 @@ def train(family: str, kind: str, tokens: int) -> dict[str, float]:
         model.zero_grad()
         model(ids, labels=ids, use_cache=False).loss.backward()
 
-    found["seconds"] = best(step, 2 if tokens <= 1024 else 1)
+    found["seconds"] = best(step)
     found["gigabytes"] = peak()
     return found
 

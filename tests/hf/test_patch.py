@@ -337,6 +337,16 @@ class TestRefusals:
             linbias.patch(model)
         assert classes(model) == before
 
+    def test_a_forward_on_a_part_that_may_stay(self):
+        """Only the MLP's speed hangs on its class, so what somebody put there is kept, and so it is afterwards."""
+        model = make("bloom")
+        part = model.transformer.h[1].mlp
+        part.forward = mine = lambda hidden_states, residual: residual
+        report = linbias.patch(model)
+        assert part not in report.changed and type(part) is type(make("bloom").transformer.h[1].mlp)
+        assert part.forward is mine
+        assert linbias.unpatch(model) == 3
+
     def test_no_transformers(self):
         with mock.patch.dict(sys.modules, {"transformers": None}):
             with pytest.raises(ImportError, match=r"pip install 'linbias\[hf\]'"):

@@ -13,6 +13,7 @@ from ..bias import dense_visible, token_positions
 from ..prepare import Request, prepare
 from ..problem import Operands, Options
 from .cache import AlibiCache
+from .growing import grow_in_place
 from .sight import Sight
 
 OwnFormula = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
@@ -54,6 +55,7 @@ def attend(
         store.append(key, value, sight)
         return store.attend(query, sight, scale=scale, dropout_p=dropout_p).transpose(1, 2).flatten(2), None
     if cache is not None:
+        grow_in_place(cache, layer)
         key, value = cache.update(key, value, layer)
     if sight.own_bias is not None:
         out, weights = _by_rows(own, query, key, value, sight.own_bias, sight)

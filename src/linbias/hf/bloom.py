@@ -11,12 +11,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
 from transformers.models.bloom import modeling_bloom as original
 
 from ..slopes import alibi_slopes
 from .attention import attend
 from .decoder import TESTED_VERSIONS, Decoder, decode, takes_cache
 from .families import Family
+from .mlp import in_blocks
 from .sight import Sight
 
 
@@ -140,6 +142,14 @@ class BloomGelu(original.BloomGelu):
         return F.gelu(x, approximate="tanh")
 
 
+class BloomMLP(original.BloomMLP):
+    """`BloomMLP`, a long text in blocks."""
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
+        """Both projections, dropout and residual."""
+        return in_blocks(self, super().forward, hidden_states, residual, activation="gelu_impl")
+
+
 def _differences(model: Any, fidelity: str) -> list[str]:
     dtype = model.word_embeddings.weight.dtype
     if fidelity == "checkpoint" or dtype not in (torch.float16, torch.bfloat16):
@@ -152,7 +162,7 @@ FAMILY = Family(
     decoder=original.BloomModel,
     layers=lambda model: [block.self_attention for block in model.h],
     swaps={original.BloomModel: BloomModel, original.BloomAttention: BloomAttention},
-    exact_swaps={original.BloomGelu: BloomGelu},
+    exact_swaps={original.BloomGelu: BloomGelu, original.BloomMLP: BloomMLP},
     convention="slopes 'press', bias added after 1/sqrt(D), positions count what attention_mask calls real",
     differences=_differences,
     versions=TESTED_VERSIONS,
@@ -163,12 +173,17 @@ FAMILY = Family(
         original.GeLUFunction,
         original.BloomGelu,
         original.BloomAttention,
+        original.BloomMLP,
         original.BloomBlock,
         original.BloomModel,
+        DynamicLayer,
     ),
     known_sources={
-        "f3e3c43b5a003877": "5.18 to 5.20",
-        "50d95376a6e7b767": "5.21 to 5.23",
-        "d412c7d0b7acd298": "5.24",
+        "4a448bdb8bf65fba": "5.18",
+        "f355072c713d940f": "5.19",
+        "f1f0e16e50d727e9": "5.20",
+        "988838346ae9fc02": "5.21",
+        "5d1a0dc4225010f4": "5.22 and 5.23",
+        "c1ada69c2e241a78": "5.24",
     },
 )

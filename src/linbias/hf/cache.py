@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`AlibiCache`: `linbias.KVCache` as a transformers cache, for patched models.
 
-transformers' DynamicCache copies all keys for every token. This one writes in place, lets heads skip what they cannot
-see without reading it, and with a window keeps its size however long a text goes on.
+transformers' DynamicCache hands all keys to attention, which reads them to learn how large they are. This one lets
+heads skip what they cannot see without reading it, and with a window keeps its size however long a text goes on.
 """
 
 from typing import Any, Literal

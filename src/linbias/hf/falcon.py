@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
 from transformers.models.falcon import modeling_falcon as original
 
 from ..slopes import alibi_slopes
 from .attention import attend
 from .decoder import TESTED_VERSIONS, Decoder, MaskStaysFlat, decode, takes_cache
 from .families import Family
+from .mlp import in_blocks
 from .sight import Sight
 
 
@@ -148,6 +150,14 @@ class FalconFlashAttention2(_Attention, original.FalconFlashAttention2):
     """`FalconFlashAttention2`, which refuses alibi, without that refusal; no flash-attn is called."""
 
 
+class FalconMLP(original.FalconMLP):
+    """`FalconMLP`, a long text in blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Both projections."""
+        return in_blocks(self, super().forward, x, linear=original.FalconLinear)
+
+
 class FalconForCausalLM(MaskStaysFlat, original.FalconForCausalLM):
     """`transformers.FalconForCausalLM`; `generate` keeps its masks flat."""
 
@@ -175,6 +185,7 @@ FAMILY = Family(
         original.FalconFlashAttention2: FalconFlashAttention2,
         original.FalconForCausalLM: FalconForCausalLM,
     },
+    exact_swaps={original.FalconMLP: FalconMLP},
     convention="slopes 'press' rounded to bfloat16, bias scaled by 1/sqrt(D) with the product, positions count what "
     "attention_mask calls real",
     refusals=_refusals,
@@ -184,12 +195,17 @@ FAMILY = Family(
         original.build_alibi_tensor,
         original.FalconAttention,
         original.FalconFlashAttention2,
+        original.FalconMLP,
         original.FalconDecoderLayer,
         original.FalconModel,
+        DynamicLayer,
     ),
     known_sources={
-        "922b9a52709ece9e": "5.18 to 5.22",
-        "91730dbcef7b778a": "5.23",
-        "f8792bf98fbfbfc3": "5.24",
+        "ab592d4d362d7ae2": "5.18",
+        "b31bf45f59430378": "5.19",
+        "1592b79543d703e6": "5.20 and 5.21",
+        "bd8a39cd5f41c3d3": "5.22",
+        "0d58207182f69fcb": "5.23",
+        "22a91f08204666e0": "5.24",
     },
 )

@@ -43,7 +43,8 @@ class Family:
     swaps: Mapping[type[nn.Module], type[nn.Module]]
     """Original class -> its subclass that calls linbias; for the decoder, its parts, and the heads around it."""
     exact_swaps: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
-    """The same, for fidelity "exact" only: parts whose rounding differs from the original's."""
+    """The same, for fidelity "exact" only: parts whose rounding differs from the original's. Nothing depends on them,
+    so an instance whose forward somebody has replaced stays as it is."""
     convention: str
     """Slopes, scale and positions, in a line."""
     refusals: Callable[[Any], list[str]] = _nothing

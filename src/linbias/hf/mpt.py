@@ -11,12 +11,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
 from transformers.models.mpt import modeling_mpt as original
 
 from ..slopes import alibi_slopes
 from .attention import attend
 from .decoder import TESTED_VERSIONS, Decoder, MaskStaysFlat, decode, takes_cache
 from .families import Family
+from .mlp import in_blocks
 from .sight import Sight
 
 
@@ -116,6 +118,14 @@ class MptAttention(original.MptAttention):
         return torch.matmul(dropped, value), weights
 
 
+class MptMLP(original.MptMLP):
+    """`MptMLP`, a long text in blocks."""
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
+        """Both projections, dropout and residual."""
+        return in_blocks(self, super().forward, hidden_states, residual)
+
+
 class MptForCausalLM(MaskStaysFlat, original.MptForCausalLM):
     """`transformers.MptForCausalLM`; `generate` keeps its masks flat."""
 
@@ -181,6 +191,7 @@ FAMILY = Family(
         original.MptAttention: MptAttention,
         original.MptForCausalLM: MptForCausalLM,
     },
+    exact_swaps={original.MptMLP: MptMLP},
     convention="slopes 'press' with alibi_bias_max, bias added after softmax_scale, positions are places in storage",
     refusals=_refusals,
     not_covered=_not_covered,
@@ -189,11 +200,16 @@ FAMILY = Family(
     sources=(
         original.build_mpt_alibi_tensor,
         original.MptAttention,
+        original.MptMLP,
         original.MptBlock,
         original.MptModel,
+        DynamicLayer,
     ),
     known_sources={
-        "66b676fafedf35f0": "5.18 to 5.23",
-        "6a567e8d3c440bba": "5.24",
+        "f8d51853e221c5a9": "5.18",
+        "c43a8b6dff271000": "5.19",
+        "eb56a2ba52bea470": "5.20 and 5.21",
+        "e2818a36a4aef612": "5.22 and 5.23",
+        "d78e12a802f8a9ba": "5.24",
     },
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`patch` and `unpatch`: give a model's own instances the classes of its `Family`, and take them back."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from types import MethodType, TracebackType
 from typing import Any, Literal
@@ -116,10 +116,12 @@ def patch(model: nn.Module, *, fidelity: Fidelity = "exact") -> Report:
         raise ValueError(_nothing_found(model, families))
     for name, decoder, family in found:
         _check(name, decoder, family, fidelity)
+    needed = {old for _, _, family in found for old in family.swaps}
     swaps = {old: new for _, _, family in found for old, new in family.all_swaps(fidelity).items()}
-    parts = [part for part in model.modules() if type(part) in swaps]
-    for part in parts:
-        _check_instance(part)
+    shadowed = {part for part in model.modules() if type(part) in swaps and _is_shadowed(part)}
+    for part in shadowed:
+        _check_shadow_is_harmless(part, needed)
+    parts = [part for part in model.modules() if type(part) in swaps and part not in shadowed]
     for part in parts:
         _become(part, swaps[type(part)])
     for _, decoder, _ in found:
@@ -247,14 +249,19 @@ def _check(name: str, decoder: nn.Module, family: Family, fidelity: str) -> None
         )
 
 
-def _check_instance(part: nn.Module) -> None:
-    """Raise where a `forward` set on the instance would shadow the patched class's."""
-    shadow = _shadows(part)
-    if shadow and shadow[-1][1] is None:
+def _check_shadow_is_harmless(part: nn.Module, needed: Container[type[nn.Module]]) -> None:
+    """Raise where a `forward` set on the instance would keep the patched class's from its work."""
+    if type(part) in needed:
         raise ValueError(
             f"the forward of a {type(part).__qualname__} was replaced on the instance, so its class cannot take "
             f"effect: remove that first, patch, then apply it again"
         )
+
+
+def _is_shadowed(part: nn.Module) -> bool:
+    """Whether somebody's own function stands before the class's forward."""
+    shadow = _shadows(part)
+    return bool(shadow) and shadow[-1][1] is None
 
 
 def _shadows(part: nn.Module) -> list[tuple[str, MethodType | None]]:
