@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .checks import check_tensor
 from .problem import accumulating_dtype
-from .reach import KeyBounds, key_bounds
+from .reach import KeyBounds, append_norms, key_bounds
 
 Counts = int | Tensor
 """One number for all sequences, known on the host, or (b,) int64 on the device, b = B or 1."""
@@ -157,17 +157,11 @@ class Slots:
             self.positions = grown(self.positions, 1, room, used)
 
     def write(self, start: int, key: Tensor, value: Tensor) -> None:
-        """Copy in place; a block that starts here gets a fresh bound, the one being filled a raised one."""
+        """Copy in place, bounds too."""
         tokens = key.shape[2]
         self.key[:, :, start : start + tokens] = key
         self.value[:, :, start : start + tokens] = value
-        head = min(-start % self.block, tokens)
-        if head:
-            bound = self.norms[:, :, start // self.block]
-            bound.copy_(torch.maximum(bound, key_bounds(key[:, :, :head], head).norms[:, :, 0]))
-        if head < tokens:
-            fresh = key_bounds(key[:, :, head:], self.block).norms
-            self.norms.narrow(2, (start + head) // self.block, fresh.shape[2]).copy_(fresh)
+        append_norms(self.norms, start, key, self.block)
 
     def scatter(self, slots: Tensor, real: Tensor | None, key: Tensor, value: Tensor, positions: Tensor | None) -> None:
         """One slot a token and sequence."""

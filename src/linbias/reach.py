@@ -78,6 +78,24 @@ def key_bounds(key: Tensor, block: int = 64, *, centroids: bool = False) -> KeyB
     return KeyBounds(norms, centers, radii, block)
 
 
+def append_norms(norms: Tensor, start: int, key: Tensor, block: int) -> None:
+    """Account for appended keys: a block that starts with them gets a fresh bound, the one being filled a raised one.
+
+    Args:
+        norms: (B, G, blocks), as `KeyBounds.norms`, with room for the new blocks; written to.
+        start: keys so far.
+        key: (B, G, T, D), the new ones.
+        block: keys a block.
+    """
+    head = min(-start % block, key.shape[2])
+    if head:
+        bound = norms[:, :, start // block]
+        bound.copy_(torch.maximum(bound, key_bounds(key[:, :, :head], head).norms[:, :, 0]))
+    if head < key.shape[2]:
+        fresh = key_bounds(key[:, :, head:], block).norms
+        norms.narrow(2, (start + head) // block, fresh.shape[2]).copy_(fresh)
+
+
 def reach(slopes: Tensor, *, tolerance: float, content: float | Tensor = 0.0) -> Tensor:
     """How far each head sees: the smallest integer R >= 0 with ``e^(content - m (R + 1)) / (1 - e^-m) <= tolerance``.
 

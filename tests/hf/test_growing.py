@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import linbias
+from linbias.hf import growing as growing_module
 from linbias.hf.growing import GrowingLayer, grow_in_place
-from tests.hf.tiny import CACHE, every_kind, make, store, tokens, transformers
+from tests.hf.tiny import CACHE, every_family, every_kind, make, store, tokens, transformers
 
 DynamicLayer = transformers.cache_utils.DynamicLayer
 HEADS, WIDTH = 2, 3
@@ -41,11 +42,11 @@ def pair(tensors: Any) -> tuple[Tensor, Tensor]:
     actions=st.lists(APPEND | CHANGE, max_size=12),
 )
 def test_any_history_shows_what_a_dynamic_layer_shows(seed: int, actions: list[tuple[str, int]]):
-    """And what was shown before stays as it was, whoever has kept it."""
+    """What was shown before stays as it was, whoever has kept it; and the bounds are those of the keys."""
     noise = torch.Generator().manual_seed(seed)
     plain, growing = DynamicLayer(), GrowingLayer()
     kept: list[tuple[Tensor, Tensor]] = []
-    with torch.no_grad():
+    with torch.no_grad(), mock.patch.object(growing_module, "_LEAST_MEASURED", 9):
         for name, number in [("append", 5), *actions]:
             if name == "append":
                 batch = 1 if not plain.get_seq_length() else plain.keys.shape[0]
@@ -54,6 +55,10 @@ def test_any_history_shows_what_a_dynamic_layer_shows(seed: int, actions: list[t
                 assert found[0] is growing.keys and found[1] is growing.values
                 assert all(map(torch.equal, found, expected))
                 kept += [(part, part.clone()) for part in found]
+                bounds = growing.bounds()
+                assert (bounds is None) == (growing.keys.shape[2] < 9 or growing._grown is None)
+                if bounds is not None:
+                    torch.testing.assert_close(bounds.norms, linbias.key_bounds(growing.keys).norms, rtol=0, atol=0)
             elif plain.get_seq_length() > number:
                 for layer in (plain, growing):
                     ACTIONS[name](layer, number)
@@ -84,8 +89,8 @@ def test_moves_seldom():
 
 @pytest.mark.parametrize(
     "copied",
-    [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))],
-    ids=["deepcopy", "pickle"],
+    [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))],
+    ids=["copy", "deepcopy", "pickle"],
 )
 @torch.no_grad()
 def test_copies_part_ways(copied: Callable[[Any], Any]):
@@ -114,6 +119,47 @@ def test_gradients_see_what_they_saw():
     torch.testing.assert_close(weight.grad, expected)
     keys, _ = layer.update(*torch.randn(2, 1, HEADS, 1, WIDTH, requires_grad=True))
     assert keys.requires_grad
+
+
+@torch.no_grad()
+def test_bounds_of_keys_that_somebody_wrote_to():
+    """Whoever changes keys in place makes them larger than the bounds that were kept."""
+    layer = GrowingLayer()
+    appended(layer, 2).update(*torch.randn(2, 1, HEADS, 600, WIDTH))
+    before = layer.bounds().norms.clone()
+    layer.keys[:, :, 70] *= 100
+    after = layer.bounds().norms
+    assert (after[:, :, 1] > before[:, :, 1]).all() and torch.equal(after, linbias.key_bounds(layer.keys).norms)
+    layer.keys[:, :, 7] *= 100
+    appended(layer, 1)
+    assert torch.equal(layer.bounds().norms, linbias.key_bounds(layer.keys).norms)
+
+
+def test_no_bounds_where_nobody_counts_writes():
+    layer = GrowingLayer()
+    with torch.inference_mode():
+        appended(layer, 2).update(*torch.randn(2, 1, HEADS, 600, WIDTH))
+        assert layer.bounds() is None
+
+
+@every_family
+@torch.no_grad()
+def test_steps_read_only_what_heads_can_see(kind: str):
+    """The logits of the whole text at once, from fewer pairs than there are keys."""
+    model, ids = make(kind, layers=2), tokens(1, 1003)
+    linbias.patch(model)
+    expected = model(ids, use_cache=False).logits
+    computed: list[float] = []
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        out, aux = linbias.alibi_attention(*args, **options, return_aux=True)
+        computed.append(float(aux.computed.sum()) / (args[1].shape[2] * args[0].shape[1] * args[0].shape[2]))
+        return out
+
+    with mock.patch("linbias.hf.attention.alibi_attention", counted):
+        found, _ = steps(model, ids, 3)
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+    assert max(computed[2:]) < 0.9 and len(computed) == 2 * 4
 
 
 def test_inference_mode_and_back():

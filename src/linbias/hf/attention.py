@@ -13,7 +13,7 @@ from ..bias import dense_visible, token_positions
 from ..prepare import Request, prepare
 from ..problem import Operands, Options
 from .cache import AlibiCache
-from .growing import grow_in_place
+from .growing import bounds_of, grow_in_place
 from .sight import Sight
 
 OwnFormula = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
@@ -54,14 +54,18 @@ def attend(
         store = cache.layer(layer)
         store.append(key, value, sight)
         return store.attend(query, sight, scale=scale, dropout_p=dropout_p).transpose(1, 2).flatten(2), None
+    bounds = None
     if cache is not None:
         grow_in_place(cache, layer)
         key, value = cache.update(key, value, layer)
+        bounds = bounds_of(cache, layer)
     if sight.own_bias is not None:
         out, weights = _by_rows(own, query, key, value, sight.own_bias, sight)
     else:
         options = sight.options()
-        out = alibi_attention(query, key, value, sight.slopes, scale=scale, dropout_p=dropout_p, **options)
+        out = alibi_attention(
+            query, key, value, sight.slopes, scale=scale, dropout_p=dropout_p, key_bounds=bounds, **options
+        )
         weights = (
             alibi_attention_weights(query, key, sight.slopes, scale=scale, **options) if sight.with_weights else None
         )

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' `DynamicCache`, appended to in place: `grow_in_place`.
+"""transformers' `DynamicCache`, appended to in place and measured: `grow_in_place`.
 
 A `DynamicLayer` joins all its keys with the new ones for every token, so that at 8,192 tokens most of a step is
-copying. `GrowingLayer` keeps spare room behind them. It is a `DynamicLayer` in all else: the same attributes with the
-same values, which every user of one can read, replace, and hold on to.
+copying. `GrowingLayer` keeps spare room behind them, and beside them the bounds by which a head leaves far keys unread.
+It is a `DynamicLayer` in all else: the same attributes with the same values, which every user of one can read, replace,
+and hold on to.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -13,10 +14,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..checks import unwatched
+from ..reach import KeyBounds, append_norms, key_bounds
 
 # Room for an eighth more: by then copying has cost each token eight others, and pages not written to cost nothing.
 _SHARE = 8
 _LEAST_ROOM = 64
+# Bounds of fewer keys cost more than what they save.
+_LEAST_MEASURED = 512
+_BLOCK = 64
 
 
 class _Grown(NamedTuple):
@@ -26,6 +31,10 @@ class _Grown(NamedTuple):
     """(B, G, capacity, D)."""
     shown: Tensor
     """(B, G, tokens, D)."""
+    norms: Tensor | None = None
+    """(B, G, ceil(capacity / 64)): bounds of the keys shown, once they were asked for."""
+    version: int = 0
+    """torch's count of writes to `whole` when `norms` was right."""
 
 
 class GrowingLayer(DynamicLayer):
@@ -50,6 +59,26 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = grown[0].shown, grown[1].shown
         return self.keys, self.values
 
+    def bounds(self) -> KeyBounds | None:
+        """Bounds of `keys`, kept up from token to token; None where they would not pay or nobody vouches for them."""
+        if self._grown is None or self._grown[0].shown is not self.keys:
+            return None
+        keys, values = self._grown
+        tokens = keys.shown.shape[2]
+        # An inference tensor does not count who writes to it.
+        if tokens < _LEAST_MEASURED or keys.whole.is_inference():
+            return None
+        if keys.norms is None or keys.version != keys.whole._version:
+            norms = key_bounds(keys.shown, _BLOCK).norms
+            keys = keys._replace(norms=_with_room(norms, keys.whole), version=keys.whole._version)
+            vars(self)["_grown"] = keys, values
+        assert keys.norms is not None
+        return KeyBounds(keys.norms[:, :, : -(-tokens // _BLOCK)], None, None, _BLOCK)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles take over: not the memory, which only one layer may write to."""
+        return {name: part for name, part in vars(self).items() if name != "_grown"}
+
     def reset(self) -> None:
         """Forget all tokens, and give their memory back."""
         vars(self).pop("_grown", None)
@@ -68,6 +97,12 @@ def grow_in_place(cache: Cache, layer: int) -> None:
         found.__class__ = GrowingLayer
 
 
+def bounds_of(cache: Cache, layer: int) -> KeyBounds | None:
+    """Bounds of the keys that layer number `layer` has just returned, if it keeps some."""
+    found = cache.layers[layer] if layer < len(cache.layers) else None
+    return found.bounds() if isinstance(found, GrowingLayer) else None
+
+
 def _plain(held: Tensor | None, new: Tensor) -> bool:
     """Whether `new` can be written behind `held` with the result that torch.cat would have."""
     return (
@@ -83,19 +118,33 @@ def _plain(held: Tensor | None, new: Tensor) -> bool:
 def _append(grown: _Grown | None, held: Tensor, new: Tensor) -> _Grown:
     """`held` and then `new`, in the memory `held` lies in if that is ours and has room."""
     before, after = held.shape[2], held.shape[2] + new.shape[2]
-    usable = (
-        grown is not None
-        and grown.shown is held
-        and after <= grown.whole.shape[2]
-        # A tensor made in inference mode must not be written to outside of it.
-        and grown.whole.is_inference() <= torch.is_inference_mode_enabled()
-    )
-    if usable:
-        assert grown is not None
-        whole = grown.whole
+    if grown is None or grown.shown is not held:
+        whole, norms = _roomy(held, after), None
     else:
-        capacity = after + max(after // _SHARE, _LEAST_ROOM)
-        whole = held.new_empty((*held.shape[:2], capacity, held.shape[3]))
-        whole[:, :, :before] = held
+        whole, norms = grown.whole, grown.norms
+        if norms is not None and grown.version != whole._version:
+            norms = None  # somebody else has written to the keys
+        # A tensor made in inference mode must not be written to outside of it.
+        if after > whole.shape[2] or whole.is_inference() > torch.is_inference_mode_enabled():
+            whole = _roomy(held, after)
+            norms = None if norms is None else _with_room(norms, whole)
     whole[:, :, before:after] = new
-    return _Grown(whole, whole[:, :, :after])
+    if norms is None:
+        return _Grown(whole, whole[:, :, :after])
+    append_norms(norms, before, new, _BLOCK)
+    return _Grown(whole, whole[:, :, :after], norms, whole._version)
+
+
+def _roomy(held: Tensor, tokens: int) -> Tensor:
+    """A copy of `held` with room for `tokens` and more."""
+    capacity = tokens + max(tokens // _SHARE, _LEAST_ROOM)
+    whole = held.new_empty((*held.shape[:2], capacity, held.shape[3]))
+    whole[:, :, : held.shape[2]] = held
+    return whole
+
+
+def _with_room(norms: Tensor, whole: Tensor) -> Tensor:
+    """A copy of `norms` with room for all of `whole`; blocks to come are bounded by 0."""
+    roomy = norms.new_zeros((*norms.shape[:2], -(-whole.shape[2] // _BLOCK)))
+    roomy[:, :, : norms.shape[2]] = norms
+    return roomy
