@@ -232,17 +232,19 @@ class ForwardWorker {
     const int64_t D = call_->D;
     const C* query = query_.data() + s * kStrip * D;
     C* scores = scores_.data() + s * kStrip * kTile + first * W;
-    if (direct_) return direct_products(tile, query, rows_.strip_rows(s), first * W, last * W, scores);
+    if (direct_) return direct_products(tile, s, query, first * W, last * W, scores);
     const C* keys = cache_.keys(tile) + first * D * W;
     gemm<C, Into::zero>({query, D, 1}, {keys, W, D * W}, {scores, kTile, W}, D, rows_.strip_rows(s), last - first);
   }
 
-  void direct_products(int64_t tile, const C* query, int rows, int begin, int end, C* scores) {
+  void direct_products(int64_t tile, int s, const C* query, int begin, int end, C* scores) {
     const Rows& all = cache_.key_rows();
     const int64_t D = call_->D;
-    const int count = lesser(end, keys_.count) - begin;
+    const int rows = rows_.strip_rows(s), count = lesser(end, keys_.count) - begin;
+    // Values that the second look is likely to leave out are not worth the memory traffic.
+    const bool values = !ledger_.worth_looking(shared_->bounds, rows_, s, *keys_.span);
     const auto ahead = [&](int first, int last) __attribute__((always_inline)) {
-      cache_.prefetch_values(tile, begin + first, begin + last);
+      if (values) cache_.prefetch_values(tile, begin + first, begin + last);
       if (next_tile_ >= 0) cache_.prefetch_keys(next_tile_, begin + first, begin + last);
     };
     if (spare_keys_.size() == 0) {
