@@ -14,6 +14,8 @@ with the unpatched one there. With one thread, time is the process's CPU time, s
   models of width 256, whose weights take little of a step.
 
 The unpatched models need memory for several n x n tensors; a figure that would not fit in what is free is left out.
+The report is written after every figure, and a run goes on from the one it finds there: --again starts anew.
+`python -m benchmarks.models_page` makes tables and a picture of it.
 """
 
 import argparse
@@ -209,7 +211,7 @@ def stream(family: str, kind: str, tokens: int) -> dict[str, Any]:
         speeds.append((ids.shape[1] - before) / (now() - start))
         with open("/proc/self/statm") as pages:
             held.append(int(pages.read().split()[1]) * resource.getpagesize() / 1e9)
-    return {"tokens": ids.shape[1], "tokens_per_second": speeds, "gigabytes": held}
+    return {"text_tokens": ids.shape[1], "tokens_per_second": speeds, "gigabytes": held}
 
 
 WORK: dict[str, Callable[..., dict[str, Any]]] = {
@@ -287,6 +289,7 @@ def parse() -> argparse.Namespace:
         "--stream", type=int, nargs="*", default=[], help="endless generation, e.g. 50000; default none"
     )
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    parser.add_argument("--again", action="store_true", help="measure what the report already holds once more")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/models.json"))
     options = parser.parse_args()
     defaults = {"lengths": [1024, 4096, 8192, 16384], "contexts": [1024, 8192, 32768], "train": [2048]}
@@ -303,15 +306,34 @@ def main() -> None:
 
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "linbias": linbias.__version__}
     report: dict[str, Any] = {**versions, "threads": options.threads, "figures": []}
-    for work, sizes in plan(options):
-        for family in options.families:
-            for tokens in sizes:
-                for kind in [kind for kind in rows_of(work, family) if kind in (options.kinds or [kind])]:
-                    found = figure(work, family, kind, tokens, options.threads)
-                    names = {"work": work, "family": family, "kind": kind, "tokens": tokens}
-                    report["figures"].append({**names, **found})
-                    write_text(options.output, json.dumps(report, indent=2) + "\n")
-                    show(work, family, kind, tokens, found)
+    if options.output.exists() and not options.again:
+        report["figures"] = earlier(json.loads(options.output.read_text()), report, options.output)
+    for names in wanted(options):
+        known = next((old for old in report["figures"] if names.items() <= old.items()), None)
+        if known is None:
+            found = figure(*names.values(), options.threads)
+            report["figures"].append({**names, **found})
+            write_text(options.output, json.dumps(report, indent=2) + "\n")
+        show(*names.values(), known or found)
+
+
+def wanted(options: argparse.Namespace) -> list[dict[str, Any]]:
+    return [
+        {"work": work, "family": family, "kind": kind, "tokens": tokens}
+        for work, sizes in plan(options)
+        for family in options.families
+        for tokens in sizes
+        for kind in rows_of(work, family)
+        if kind in (options.kinds or [kind])
+    ]
+
+
+def earlier(old: dict[str, Any], new: dict[str, Any], path: Path) -> list[dict[str, Any]]:
+    """The figures of an interrupted run, but for those that could not be had."""
+    differ = [name for name in new if name != "figures" and old.get(name) != new[name]]
+    if differ:
+        raise SystemExit(f"{path} was made with another {', '.join(differ)}: --again replaces it, --output keeps it")
+    return [figure for figure in old["figures"] if "not_run" not in figure]
 
 
 if __name__ == "__main__":
