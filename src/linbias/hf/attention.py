@@ -54,15 +54,14 @@ def attend(
         store = cache.layer(layer)
         store.append(key, value, sight)
         return store.attend(query, sight, scale=scale, dropout_p=dropout_p).transpose(1, 2).flatten(2), None
-    bounds = None
     if cache is not None:
         grow_in_place(cache, layer)
         key, value = cache.update(key, value, layer)
-        bounds = bounds_of(cache, layer)
     if sight.own_bias is not None:
         out, weights = _by_rows(own, query, key, value, sight.own_bias, sight)
     else:
         options = sight.options()
+        bounds = None if cache is None else bounds_of(cache, layer)
         out = alibi_attention(
             query, key, value, sight.slopes, scale=scale, dropout_p=dropout_p, key_bounds=bounds, **options
         )
