@@ -173,6 +173,21 @@ class TestEndless:
         alone = run(model, ids[1:, 4:], cache=AlibiCache(window=(5, 0), sinks=1), **options)
         assert torch.equal(both[1, 9:], alone[0, 5:])
 
+    @pytest.mark.parametrize("distance", ["text", "cache"])
+    def test_drafts_in_a_window(self, distance: str):
+        """Tokens taken back come out of what is kept, in pieces as in steps; beams share pages of it."""
+        model, draft, ids, mask = make("bloom", layers=2), make("bloom", layers=1), tokens(2, 9), lengths_mask(9, 5)
+        linbias.patch(model)
+        linbias.patch(draft)
+
+        def streamed(ids: Tensor, mask: Tensor | None = None, page_size: int | None = None, **options: Any) -> Tensor:
+            cache = AlibiCache(window=(5, 0), sinks=2, distance=distance, page_size=page_size)
+            return generate(model, ids, attention_mask=mask, cache=cache, max_new_tokens=20, do_sample=False, **options)
+
+        assert torch.equal(streamed(ids[:1], assistant_model=draft), streamed(ids[:1]))
+        assert torch.equal(streamed(ids, mask, prefill_chunk_size=4), streamed(ids, mask))
+        assert torch.equal(streamed(ids, mask, page_size=4, num_beams=3), streamed(ids, mask, num_beams=3))
+
     def test_distance_in_the_cache(self):
         """StreamingLLM's form differs from distances in the text as soon as something was dropped, not before."""
         model, ids = make("bloom", layers=1), tokens(1, 30)

@@ -78,6 +78,18 @@ def test_hidden_states_logits_losses_and_gradients(kind: str, heads: int, dtype:
     assert_same(actual, exact, plain, f"{kind} {heads} heads {dtype}")
 
 
+@every_kind
+def test_float64_is_float64(kind: str):
+    """No slope on its way through float32: Falcon's are no numbers of that."""
+    model, ids, mask = make(kind).double(), tokens(3, 23), lengths_mask(23, 11, 17)
+    with torch.no_grad(), exactly(model) as exact_model:
+        exact = exact_model(ids, attention_mask=mask).logits[mask.bool()]
+    linbias.patch(model)
+    with torch.no_grad():
+        error = largest_error(model(ids, attention_mask=mask).logits[mask.bool()], exact)
+    assert error < (1e-8 if kind == "bloom" else 1e-11), "the constant in BLOOM's own GELU has eight digits"
+
+
 @every_family
 def test_the_budget_is_too_small_for_a_wrong_slope(kind: str):
     model, ids, mask = make(kind), tokens(3, 23), lengths_mask(23, 11, 17)
@@ -263,6 +275,7 @@ def test_gradient_checkpointing(kind: str, reentrant: bool):
     again = gradients(model, loss)
     for name, gradient in whole.items():
         assert torch.equal(gradient, again[name]), name
+    assert store(model(ids, use_cache=True)) is None, "an empty cache would look like a filled one"
 
 
 class TestDropout:

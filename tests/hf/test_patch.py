@@ -164,6 +164,19 @@ class TestSurvival:
             assert torch.equal(loaded(ids).logits, model(ids).logits)
 
     @every_family
+    def test_what_transformers_asks_a_class(self, kind: str):
+        """It reads the file a class is written in: whether it is custom code, and takes attention implementations."""
+        model = make(kind, layers=1)
+
+        def answers() -> list[bool]:
+            parts = (type(model), type(base(model)))
+            return [answer for part in parts for answer in (part.is_custom_code(), part._can_set_attn_implementation())]
+
+        before = answers()
+        linbias.patch(model)
+        assert answers() == before
+
+    @every_family
     def test_dtypes(self, kind: str):
         """D2: slopes come from their rule, so that no cast can round them."""
         model = make(kind)
