@@ -184,6 +184,20 @@ class TestC:
             assert (rows > 0).sum(-1).unique().tolist() == list(range(7 - queries, 7))
             assert (rows.argmax(-1) == torch.arange(6 - queries, 6)).all()
 
+    @pytest.mark.parametrize("cache", ["dynamic", "static"])
+    @every_kind
+    def test_c6_steps_and_prefill_agree_in_half_precision(self, kind: str, cache: str):
+        """C6: a distance that is off by one shows in fp16, where the softmax of a step and of a prompt then differ."""
+        model, ids = make(kind, layers=1).half(), tokens(1, 14)
+        linbias.patch(model)
+        expected = weights(model, ids)[0, :, 9:]
+        static = transformers.StaticCache(config=model.config, max_cache_len=14) if cache == "static" else None
+        with torch.no_grad():
+            kept = store(model(ids[:, :9], use_cache=True, **{CACHE: static}))
+        for n in range(9, 14):
+            row = weights(model, ids[:, n : n + 1], use_cache=True, **{CACHE: kept})[0, :, 0, : n + 1]
+            assert largest_error(row, expected[:, n - 9, : n + 1].double()) < 2e-3
+
     @every_kind
     def test_c8_every_path_has_a_bias(self, kind: str):
         """The guard against a path that forgets it: with slopes of 0 each gives something else."""

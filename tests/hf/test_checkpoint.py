@@ -10,7 +10,20 @@ from torch import Tensor
 import linbias
 from linbias.hf import attention
 from linbias.testing import assert_within_budget, largest_error
-from tests.hf.tiny import CACHE, base, every_kind, exactly, gradients, labels_of, lengths_mask, make, store, tokens
+from tests.hf.tiny import (
+    CACHE,
+    base,
+    checkpoint_activations,
+    every_family,
+    every_kind,
+    exactly,
+    gradients,
+    labels_of,
+    lengths_mask,
+    make,
+    store,
+    tokens,
+)
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
@@ -62,6 +75,71 @@ def test_gradients_through_blocks(kind: str):
     linbias.patch(model, fidelity="checkpoint")
     for name, gradient in gradients(model, loss).items():
         torch.testing.assert_close(gradient, plain[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a8_the_largest_bias_is_honoured_here_too():
+    model, ids, found = make("mpt", layers=2, attn_config={"alibi_bias_max": 16}), tokens(2, 13), {}
+    for fidelity in ("exact", "checkpoint"):
+        with linbias.patch(model, fidelity=fidelity):
+            found[fidelity] = logits(model, ids, None)
+    torch.testing.assert_close(found["exact"], found["checkpoint"], atol=2e-5, rtol=0)
+
+
+@every_kind
+def test_dropout_draws_what_the_original_draws(kind: str):
+    options = {} if kind == "mpt" else {"attention_dropout": 0.25, "hidden_dropout": 0.1}
+    model, ids, mask = make(kind, layers=2, **options), tokens(2, 13), lengths_mask(13, 8)
+    for block in getattr(base(model), "blocks", []):
+        block.attn.attn_dropout_p = 0.25  # transformers' MptConfig takes whole numbers only
+    model.train()
+
+    def drawn() -> Tensor:
+        torch.manual_seed(5)
+        return logits(model, ids, mask)
+
+    plain = drawn()
+    assert largest_error(plain, logits(model.eval(), ids, mask).double()) > 0.1
+    model.train()
+    linbias.patch(model, fidelity="checkpoint")
+    assert torch.equal(drawn(), plain)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@every_family
+@pytest.mark.usefixtures("small_blocks")
+def test_gradient_checkpointing_around_blocks(kind: str, reentrant: bool):
+    """What a layer computes again for its gradient, it computes again block by block."""
+    model, ids, mask = make(kind, layers=2), tokens(2, 23), lengths_mask(23, 11)
+    model.train()
+
+    def loss(model: Any) -> Tensor:
+        return model(ids, attention_mask=mask, labels=labels_of(ids, mask), use_cache=False).loss
+
+    plain = gradients(model, loss)
+    linbias.patch(model, fidelity="checkpoint")
+    checkpoint_activations(model, reentrant=reentrant)
+    for name, gradient in gradients(model, loss).items():
+        torch.testing.assert_close(gradient, plain[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+@every_kind
+def test_4d_masks(kind: str):
+    """One that says what the causal rule says changes no bit, and MPT's own reading of floats is kept to the bit."""
+    model, ids = make(kind, layers=2), tokens(2, 13)
+    causal = torch.ones(13, 13, dtype=torch.bool).tril()[None, None]
+    drawn = (torch.rand(2, 6, 13, 13) < 0.6) & causal | torch.eye(13, dtype=torch.bool)
+    floats = torch.zeros(drawn.shape).masked_fill(~drawn, torch.finfo(torch.float32).min)
+    plain = logits(model, ids, None)
+    masked = _logits(model, ids, floats) if kind == "mpt" else None
+    linbias.patch(model, fidelity="checkpoint")
+    assert torch.equal(_logits(model, ids, causal), plain)
+    assert torch.equal(_logits(model, ids, floats), _logits(model, ids, drawn))
+    assert masked is None or torch.equal(_logits(model, ids, floats), masked)
+
+
+def _logits(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(ids, attention_mask=mask).logits
 
 
 @every_kind

@@ -59,13 +59,24 @@ def test_ragged_prompts(kind: str, strategy: str):
         assert torch.equal(run(model, ids, mask, cache=AlibiCache(page_size=4), **options), expected)
 
 
-@pytest.mark.parametrize("strategy", ["greedy", "beams"])
+@pytest.mark.parametrize("strategy", ["greedy", "beams", "several"])
 @every_kind
 def test_c12_static_cache(kind: str, strategy: str):
     model, ids, mask = make(kind, layers=2), tokens(3, 9), lengths_mask(9, 4, 7)
     expected = run(model, ids, mask, **STRATEGIES[strategy])
     linbias.patch(model)
     assert torch.equal(run(model, ids, mask, cache_implementation="static", **STRATEGIES[strategy]), expected)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@every_kind
+def test_a_prompt_in_pieces(kind: str, cache: str):
+    """transformers then makes room in a static cache beforehand, for as many heads as it takes a model to have."""
+    model, ids, mask = make(kind, layers=2), tokens(3, 9), lengths_mask(9, 4, 7)
+    expected = run(model, ids, mask, do_sample=False)
+    linbias.patch(model)
+    options = {"do_sample": False, "prefill_chunk_size": 4, "cache_implementation": cache}
+    assert torch.equal(run(model, ids, mask, **options), expected)
 
 
 @pytest.mark.parametrize("fidelity", ["exact", "checkpoint"])
@@ -86,16 +97,18 @@ def scores(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
     return torch.stack(generate(model, ids, attention_mask=mask, **settings, **options).scores, 1)
 
 
+@pytest.mark.parametrize("sampled", [False, True], ids=["", "sampled"])
 @pytest.mark.parametrize("ours", [False, True], ids=["dynamic", "ours"])
 @every_kind
-def test_assisted(kind: str, ours: bool):
+def test_assisted(kind: str, ours: bool, sampled: bool):
     """Several new tokens at once on a cache, and tokens taken back: a draft model that is often wrong."""
     model, draft, ids = make(kind, layers=2), make(kind, layers=1), tokens(1, 9)
-    expected = run(model, ids, do_sample=False)
+    # A draft decides which numbers a sample is drawn with, so that one is held against the unpatched pair's.
+    expected = run(model, ids, do_sample=sampled, **({"assistant_model": draft} if sampled else {}))
     linbias.patch(model)
     linbias.patch(draft)
     cache = AlibiCache() if ours else None
-    assert torch.equal(run(model, ids, do_sample=False, assistant_model=draft, cache=cache), expected)
+    assert torch.equal(run(model, ids, do_sample=sampled, assistant_model=draft, cache=cache), expected)
 
 
 @every_family
@@ -159,6 +172,21 @@ class TestEndless:
         both = run(model, ids, mask, cache=AlibiCache(window=(5, 0), sinks=1), **options)
         alone = run(model, ids[1:, 4:], cache=AlibiCache(window=(5, 0), sinks=1), **options)
         assert torch.equal(both[1, 9:], alone[0, 5:])
+
+    @pytest.mark.parametrize("distance", ["text", "cache"])
+    def test_drafts_in_a_window(self, distance: str):
+        """Tokens taken back come out of what is kept, in pieces as in steps; beams share pages of it."""
+        model, draft, ids, mask = make("bloom", layers=2), make("bloom", layers=1), tokens(2, 9), lengths_mask(9, 5)
+        linbias.patch(model)
+        linbias.patch(draft)
+
+        def streamed(ids: Tensor, mask: Tensor | None = None, page_size: int | None = None, **options: Any) -> Tensor:
+            cache = AlibiCache(window=(5, 0), sinks=2, distance=distance, page_size=page_size)
+            return generate(model, ids, attention_mask=mask, cache=cache, max_new_tokens=20, do_sample=False, **options)
+
+        assert torch.equal(streamed(ids[:1], assistant_model=draft), streamed(ids[:1]))
+        assert torch.equal(streamed(ids, mask, prefill_chunk_size=4), streamed(ids, mask))
+        assert torch.equal(streamed(ids, mask, page_size=4, num_beams=3), streamed(ids, mask, num_beams=3))
 
     def test_distance_in_the_cache(self):
         """StreamingLLM's form differs from distances in the text as soon as something was dropped, not before."""
@@ -295,17 +323,19 @@ class TestAlibiCache:
         assert isinstance(prompt.layers[0], AlibiLayer) and repr(base(model)).count("BloomAttention") == 1
 
 
+@pytest.mark.parametrize("fidelity", ["exact", "checkpoint"])
 @every_family
-def test_dynamic_cache_made_by_an_unpatched_model(kind: str):
-    """Their caches hold plain keys, so a text may change sides in the middle."""
+def test_a_dynamic_cache_changes_sides(kind: str, fidelity: str):
+    """Their caches hold plain keys, so a text may be patched, and unpatched, in the middle."""
     model, ids = make(kind, layers=2), tokens(2, 9)
     with torch.no_grad():
-        expected = model(ids).logits[:, 6:]
+        expected = model(ids).logits
         cache = transformers.DynamicCache(config=model.config)
-        model(ids[:, :6], use_cache=True, **{CACHE: cache})
-        linbias.patch(model)
-        actual = model(ids[:, 6:], use_cache=True, **{CACHE: cache}).logits
-    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
+        pieces = [model(ids[:, :3], use_cache=True, **{CACHE: cache}).logits]
+        with linbias.patch(model, fidelity=fidelity):
+            pieces.append(model(ids[:, 3:6], use_cache=True, **{CACHE: cache}).logits)
+        pieces.append(model(ids[:, 6:], use_cache=True, **{CACHE: cache}).logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), expected, atol=2e-5, rtol=0)
 
 
 class TestUseCache:

@@ -198,6 +198,7 @@ class TestModels:
                 ]
             linbias.patch(model)
             packed = model(ids, position_ids=position_ids, use_cache=False).logits
+            assert torch.equal(model(ids, position_ids=position_ids, use_cache=True).logits, model(ids).logits)
         assert_within_budget(packed, torch.cat(exact, 1), torch.cat(alone, 1), "packed")
 
     def test_unfilled_slots_may_hold_anything(self):

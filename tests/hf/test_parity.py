@@ -78,6 +78,18 @@ def test_hidden_states_logits_losses_and_gradients(kind: str, heads: int, dtype:
     assert_same(actual, exact, plain, f"{kind} {heads} heads {dtype}")
 
 
+@every_kind
+def test_float64_is_float64(kind: str):
+    """No slope on its way through float32: Falcon's are no numbers of that."""
+    model, ids, mask = make(kind).double(), tokens(3, 23), lengths_mask(23, 11, 17)
+    with torch.no_grad(), exactly(model) as exact_model:
+        exact = exact_model(ids, attention_mask=mask).logits[mask.bool()]
+    linbias.patch(model)
+    with torch.no_grad():
+        error = largest_error(model(ids, attention_mask=mask).logits[mask.bool()], exact)
+    assert error < (1e-8 if kind == "bloom" else 1e-11), "the constant in BLOOM's own GELU has eight digits"
+
+
 @every_family
 def test_the_budget_is_too_small_for_a_wrong_slope(kind: str):
     model, ids, mask = make(kind), tokens(3, 23), lengths_mask(23, 11, 17)
@@ -134,6 +146,40 @@ def test_every_head(kind: str, head: str):
     assert report.layers == 2
     for ours, truth, theirs in zip(actual, exact, plain, strict=True):
         assert_within_budget(ours, truth, theirs, f"{kind} {head}")
+
+
+@pytest.mark.parametrize("head", ["sequence", "token", "qa"])
+@every_family
+def test_every_head_trains(kind: str, head: str):
+    """Loss and all gradients. Answers are sought in padding too, so the text for those has none."""
+    mask = lengths_mask(13, 6, 11, side="right") if head != "qa" else torch.ones(3, 13, dtype=torch.int64)
+    ids = tokens(3, 13).masked_fill(mask == 0, 0)
+    options = {} if head == "qa" else {"num_labels": 5}
+    labels = {
+        "sequence": {"labels": torch.tensor([0, 4, 2])},
+        "token": {"labels": torch.randint(5, (3, 13)).masked_fill(mask == 0, -100)},
+        "qa": {"start_positions": torch.tensor([0, 5, 2]), "end_positions": torch.tensor([3, 7, 12])},
+    }[head]
+    model = make(kind, head, layers=2, **options)
+
+    def results(model: Any) -> dict[str, Tensor]:
+        out = model(ids, attention_mask=mask)
+        logits = out.start_logits if head == "qa" else out.logits
+        found = {"logits": logits.detach() if head == "sequence" else logits.detach()[mask.bool()]}
+        return found | gradients(model, lambda m: m(ids, attention_mask=mask, **labels).loss)
+
+    with exactly(model) as exact_model:
+        exact = results(exact_model)
+    with unrounded(model):
+        plain = results(model)
+    linbias.patch(model)
+    actual = results(model)
+    assert len(actual) == 2 + len(list(model.parameters()))
+    # What adds one number to the scores of all places has no part in where an answer is: a sum that is 0, not small.
+    for name in [name for name, tensor in exact.items() if tensor.abs().max() < 1e-12]:
+        assert head == "qa" and actual.pop(name).abs().max() < 1e-6
+        del exact[name], plain[name]
+    assert_same(actual, exact, plain, f"{kind} {head}")
 
 
 @every_dtype
@@ -229,12 +275,14 @@ def test_gradient_checkpointing(kind: str, reentrant: bool):
     again = gradients(model, loss)
     for name, gradient in whole.items():
         assert torch.equal(gradient, again[name]), name
+    assert store(model(ids, use_cache=True)) is None, "an empty cache would look like a filled one"
 
 
 class TestDropout:
-    def test_hidden_dropout_stays_where_it_was(self):
-        """The same draws in the same places: BLOOM's residual branches."""
-        model, ids = make("bloom", hidden_dropout=0.3), tokens(2, 13)
+    @pytest.mark.parametrize("kind", ["bloom", "falcon", "falcon-multi-query", "falcon-new-decoder"])
+    def test_hidden_dropout_stays_where_it_was(self, kind: str):
+        """The same draws in the same places: the residual branches."""
+        model, ids = make(kind, hidden_dropout=0.3), tokens(2, 13)
         model.train()
         torch.manual_seed(5)
         plain = model(ids).logits
@@ -256,6 +304,27 @@ class TestDropout:
             first, second = model(ids).logits, model(ids).logits
         assert largest_error(first, calm) > 1e-2
         assert largest_error(first, second) > 1e-2
+
+    @every_family
+    def test_attention_dropout_has_the_rate_asked_for(self, kind: str):
+        """Where every query sees one key of weight 1, what is kept is 1 / (1 - p) of it, and p of it is not."""
+        options = {} if kind == "mpt" else {"attention_dropout": 0.25}
+        model, ids, alone = make(kind, layers=1, **options), tokens(9, 60), torch.eye(60, dtype=torch.bool)[None, None]
+        (block,) = base(model).blocks if kind == "mpt" else base(model).h
+        if kind == "mpt":
+            block.attn.attn_dropout_p = 0.25  # transformers' MptConfig takes whole numbers only
+        mix = block.attn.out_proj if kind == "mpt" else block.self_attention.dense
+        linbias.patch(model)
+        contexts: list[Tensor] = []
+        mix.register_forward_pre_hook(lambda _, inputs: contexts.append(inputs[0]))
+        with torch.no_grad():
+            model(ids, attention_mask=alone)
+            model.train()(ids, attention_mask=alone)
+        calm, drawn = contexts
+        kept = drawn != 0
+        torch.testing.assert_close(drawn[kept], calm[kept] / 0.75)
+        # 9 * 60 * 6 pairs: three standard deviations.
+        assert abs((~kept).float().mean() - 0.25) < 3 * (0.25 * 0.75 / (9 * 60 * 6)) ** 0.5
 
 
 class TestOptions:

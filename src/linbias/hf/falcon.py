@@ -161,6 +161,12 @@ class FalconMLP(original.FalconMLP):
 class FalconForCausalLM(MaskStaysFlat, original.FalconForCausalLM):
     """`transformers.FalconForCausalLM`; `generate` keeps its masks flat."""
 
+    def _get_static_cache_init_shape(self: Any) -> Any:
+        """As transformers, for prompts in pieces on a static cache; but keys enter it once a group, not once a head."""
+        parent: Any = original.FalconForCausalLM
+        shape = parent._get_static_cache_init_shape(self)
+        return shape and (self.transformer.h[0].self_attention.num_kv_heads, shape[1])
+
 
 def _refusals(model: Any) -> list[str]:
     if model.config.alibi:

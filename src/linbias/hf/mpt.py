@@ -154,6 +154,7 @@ def _refusals(model: Any) -> list[str]:
             "transformers takes no sequence ids; pass a 4-D attention_mask with this option off",
         ),
         "logit_scale": (config.logit_scale is not None, "transformers does not scale logits"),
+        "norm_type": ("rms" in config.norm_type, "transformers always takes a layer norm"),
     }
     return [
         f"{name}={_value(config, name)!r} cannot be honoured: {reason}, so its results were not the checkpoint's either"
@@ -169,7 +170,7 @@ def _value(config: Any, name: str) -> Any:
 
 
 def _not_covered(model: Any) -> list[str]:
-    ignored = {"resid_pdrop": 0, "emb_pdrop": 0, "embedding_fraction": 1, "no_bias": True}
+    ignored = {"resid_pdrop": 0, "emb_pdrop": 0, "embedding_fraction": 1, "no_bias": True, "expansion_ratio": 4}
     return [
         f"{name}={getattr(model.config, name)!r}: transformers' MPT does not read it"
         for name, neutral in ignored.items()

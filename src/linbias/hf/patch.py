@@ -241,6 +241,11 @@ def _check(name: str, decoder: nn.Module, family: Family, fidelity: str) -> None
     if refusals:
         raise ValueError(f"cannot patch the {where}: " + "; ".join(refusals))
     swaps = family.all_swaps(fidelity)
+    if any(type(layer) in swaps.values() for layer in family.layers(decoder)):
+        raise ValueError(
+            f"cannot patch the {where}: another model that is patched already shares attention layers with it; "
+            f"unpatch that one, then patch both at once: linbias.patch(torch.nn.ModuleList([one, other]))"
+        )
     strange = sorted({type(layer).__qualname__ for layer in family.layers(decoder) if type(layer) not in swaps})
     if strange:
         raise ValueError(
