@@ -200,6 +200,7 @@ def stream(family: str, kind: str, tokens: int) -> dict[str, Any]:
         ids = model.generate(
             ids,
             **{CACHE: cache},
+            attention_mask=torch.ones_like(ids),
             max_length=16 + tokens * (piece + 1) // 10,
             do_sample=False,
             use_cache=True,

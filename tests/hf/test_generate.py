@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`model.generate` with a patched model: every strategy, every cache, prompts of different lengths, and no end."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 import linbias
-from linbias.hf.cache import AlibiCache, AlibiLayer
+from linbias.hf.cache import AlibiCache
 from tests.hf.tiny import (
     CACHE,
     KINDS,
@@ -20,7 +19,6 @@ from tests.hf.tiny import (
     generate,
     lengths_mask,
     make,
-    store,
     tokens,
     transformers,
 )
@@ -199,128 +197,6 @@ class TestEndless:
                 logits.append([model(ids[:, n : n + 1], use_cache=True, **{CACHE: cache}).logits for n in range(30)])
         differs = [not torch.allclose(text, cached, atol=2e-5) for text, cached in zip(*logits, strict=True)]
         assert not any(differs[:9]) and all(differs[10:])
-
-
-class TestAlibiCache:
-    def test_steps_are_one_pass(self):
-        model, ids, mask = make("falcon", layers=2), tokens(3, 16), lengths_mask(16, 9, 11)
-        linbias.patch(model)
-        cache, pieces, start = AlibiCache(), [], 0
-        with torch.no_grad():
-            whole = model(ids, attention_mask=mask).logits
-            for stop in (9, 10, 11, 15, 16):
-                out = model(ids[:, start:stop], attention_mask=mask[:, :stop], use_cache=True, **{CACHE: cache})
-                assert store(out) is cache
-                pieces.append(out.logits)
-                start = stop
-        real = mask.bool()
-        torch.testing.assert_close(torch.cat(pieces, 1)[real], whole[real], atol=2e-5, rtol=0)
-
-    @every_family
-    def test_holes(self, kind: str):
-        """As the family counts them: out for BLOOM and Falcon, in for MPT."""
-        model, ids, mask = make(kind, layers=2), tokens(2, 12), lengths_mask(12, 9) * (torch.arange(12) % 5 != 3)
-        linbias.patch(model)
-        cache, pieces, start = AlibiCache(), [], 0
-        with torch.no_grad():
-            whole = model(ids, attention_mask=mask).logits
-            for stop in (7, 8, 9, 12):
-                out = model(ids[:, start:stop], attention_mask=mask[:, :stop], use_cache=True, **{CACHE: cache})
-                pieces.append(out.logits)
-                start = stop
-        real = mask.bool()
-        torch.testing.assert_close(torch.cat(pieces, 1)[real], whole[real], atol=2e-5, rtol=0)
-
-    def test_holes_that_a_window_cannot_count(self):
-        model, ids = make("mpt", layers=1), tokens(1, 5)
-        linbias.patch(model)
-        with pytest.raises(ValueError, match="attention_mask has holes.*leave the window out"):
-            model(ids, attention_mask=torch.tensor([[1, 0, 1, 1, 1]]), **{CACHE: AlibiCache(window=(3, 0))})
-
-    def test_4d_mask(self):
-        model, ids = make("mpt", layers=2), tokens(2, 9)
-        linbias.patch(model)
-        mask = (torch.rand(2, 1, 9, 9) < 0.7).tril() | torch.eye(9, dtype=torch.bool)
-        with torch.no_grad():
-            expected = model(ids, attention_mask=mask).logits
-            actual = model(ids, attention_mask=mask, **{CACHE: AlibiCache()}).logits
-        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
-        with pytest.raises(ValueError, match="4-D attention_mask names every key"):
-            model(ids, attention_mask=mask, **{CACHE: AlibiCache(window=(3, 0))})
-
-    def test_rollback(self):
-        model, ids = make("bloom", layers=2), tokens(2, 12)
-        linbias.patch(model)
-        cache = AlibiCache()
-        with torch.no_grad():
-            expected = model(ids).logits
-            model(ids[:, :7], **{CACHE: cache})
-            model(tokens(2, 3), **{CACHE: cache})
-            cache.crop(-3)
-            assert cache.get_seq_length() == 7
-            actual = model(ids[:, 7:], **{CACHE: cache}).logits
-        torch.testing.assert_close(actual, expected[:, 7:], atol=2e-5, rtol=0)
-        with pytest.raises(ValueError, match="must be negative, minus the number of tokens, got 2"):
-            cache.crop(2)
-
-    def test_rollback_into_padding(self):
-        model = make("bloom", layers=1)
-        linbias.patch(model)
-        cache = AlibiCache()
-        with torch.no_grad():
-            model(tokens(2, 5), attention_mask=lengths_mask(5, 3, side="right"), **{CACHE: cache})
-        with pytest.raises(ValueError, match="cannot take back 2 tokens: only the last 0 are free of padding"):
-            cache.crop(-2)
-
-    def test_batch_changes(self):
-        model, ids = make("bloom", layers=2), tokens(2, 9)
-        linbias.patch(model)
-        cache = AlibiCache()
-        with torch.no_grad():
-            model(ids[:, :6], **{CACHE: cache})
-            cache.batch_repeat_interleave(2)
-            cache.batch_select_indices(torch.tensor([3, 0]))
-            cache.reorder_cache(torch.tensor([1, 1]))
-            actual = model(ids[[0, 0], 6:], **{CACHE: cache}).logits
-            expected = model(ids[:1]).logits[:, 6:]
-        torch.testing.assert_close(actual, expected.expand(2, -1, -1), atol=2e-5, rtol=0)
-
-    def test_reset(self):
-        model, ids = make("bloom", layers=2), tokens(2, 9)
-        linbias.patch(model)
-        cache = AlibiCache()
-        with torch.no_grad():
-            expected = model(ids, **{CACHE: cache}).logits
-            cache.reset()
-            assert cache.get_seq_length() == 0
-            assert torch.equal(model(ids, **{CACHE: cache}).logits, expected)
-
-    def test_what_it_is_not_for(self):
-        model, ids = make("bloom", layers=1), tokens(1, 5)
-        with pytest.raises(TypeError, match="only models patched by linbias.patch can use it"):
-            model(ids, **{CACHE: AlibiCache()})
-        with linbias.patch(model), pytest.raises(ValueError, match="an AlibiCache does not keep; use DynamicCache"):
-            model(ids, output_attentions=True, **{CACHE: AlibiCache()})
-        with linbias.patch(model), pytest.raises(RuntimeError, match="must not require a gradient"):
-            model(ids, **{CACHE: AlibiCache()})
-        with linbias.patch(model, fidelity="checkpoint"), pytest.raises(ValueError, match="fidelity='exact' only"):
-            model(ids, **{CACHE: AlibiCache()})
-        with pytest.raises(ValueError, match="need window="):
-            AlibiCache(sinks=4)
-        with pytest.raises(TypeError, match="cannot be offloaded"):
-            AlibiCache().layer(0).offload()
-
-    def test_copies(self):
-        """A prompt's cache, filled once and gone on from twice."""
-        model, ids = make("bloom", layers=2), tokens(1, 9)
-        linbias.patch(model)
-        prompt = AlibiCache()
-        with torch.no_grad():
-            model(ids[:, :6], **{CACHE: prompt})
-            twin = copy.deepcopy(prompt)
-            first, second = (model(ids[:, 6:], **{CACHE: cache}).logits for cache in (prompt, twin))
-        assert torch.equal(first, second)
-        assert isinstance(prompt.layers[0], AlibiLayer) and repr(base(model)).count("BloomAttention") == 1
 
 
 @pytest.mark.parametrize("fidelity", ["exact", "checkpoint"])

@@ -339,6 +339,8 @@ class TestRefusals:
         with linbias.patch(one):
             with pytest.raises(ValueError, match="another model that is patched already shares attention layers"):
                 linbias.patch(other)
+            with pytest.raises(TypeError, match="must be a Sight in a patched layer.*the model around it is not"):
+                other(ids)
         assert classes(other) == before
         with torch.no_grad(), linbias.patch(pair):
             for model, hidden in zip(pair, expected, strict=True):

@@ -48,7 +48,15 @@ def attend(
 
     Returns:
         (B, T, H * V), and the softmax weights (B, H, T, S), without dropout, where the sight asks for them.
+
+    Raises:
+        TypeError: the sight is none: an unpatched model calls a patched layer.
     """
+    if not isinstance(sight, Sight):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"attention_mask must be a Sight in a patched layer, got {type(sight).__name__}: the model around it is "
+            f"not patched. linbias.patch that too, or linbias.unpatch the one it shares this layer with"
+        )
     cache, layer = into
     if isinstance(cache, AlibiCache):
         store = cache.layer(layer)
@@ -76,18 +84,17 @@ def _by_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """`own` over blocks of query rows, so that scores never exist whole; a gradient computes them again."""
     problem, operands = prepare(query, key, value, sight.slopes, Request(**sight.options()))
-    queries = query.shape[2]
+    blocks = [slice(None)]
     # A compiler would unroll the blocks, and must not specialise on their number.
-    rows = (
-        queries if torch.compiler.is_compiling() else max(1, _BLOCK // max(1, query.shape[:2].numel() * key.shape[2]))
-    )
+    if not torch.compiler.is_compiling():
+        rows = max(1, _BLOCK // max(1, query.shape[:2].numel() * key.shape[2]))
+        blocks = [slice(start, start + rows) for start in range(0, max(query.shape[2], 1), rows)]
     outs: list[Tensor] = []
     shown: list[Tensor] = []
-    for start in range(0, max(queries, 1), max(rows, 1)):
-        block = slice(start, start + rows)
+    for block in blocks:
         visible = _visible(operands, problem.options, block)
         arguments = (query[:, :, block], key, value, bias, visible, sight.with_weights)
-        if torch.is_grad_enabled() and rows < queries:
+        if torch.is_grad_enabled() and len(blocks) > 1:
             out, weights = checkpoint(own, *arguments, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues]
         else:
             out, weights = own(*arguments)

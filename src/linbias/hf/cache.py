@@ -43,8 +43,9 @@ class AlibiLayer(CacheLayerMixin):
         """Take in the new tokens of one pass."""
         self.store.append(key, value, mask=sight.key_mask, positions=sight.key_positions)
         tokens = key.shape[2]
+        last_real = tokens if sight.key_mask is None else _last_real(sight.key_mask)
+        self.unpadded = self.unpadded + tokens if last_real == tokens else last_real
         self.columns += tokens
-        self.unpadded = self.unpadded + tokens if sight.key_mask is None else 0
         self.is_initialized = True
 
     def attend(self, query: Tensor, sight: Sight, *, scale: float, dropout_p: float) -> Tensor:
@@ -154,6 +155,16 @@ class AlibiCache(Cache):
         KVCache(**self._options)  # wrong options are told now, not at the first token
 
     @property
+    def padded(self) -> bool:
+        """Whether padding was among the tokens so far."""
+        return bool(self.layers) and self._known.unpadded < self._known.columns
+
+    @property
+    def _known(self) -> AlibiLayer:
+        """The first layer, which knows as much of the text as the others."""
+        return self.layers[0]  # pyright: ignore[reportReturnType]
+
+    @property
     def windowed(self) -> bool:
         """Whether old tokens are dropped."""
         return self._options["window"] is not None
@@ -182,11 +193,17 @@ class AlibiCache(Cache):
         Raises:
             ValueError: a mask whose meaning the cache cannot keep.
         """
-        if mask is None:
-            return sight
         batch, queries = hidden.shape[:2]
         past = self.get_seq_length()
         keys = past + queries
+        if (mask is None or mask.dim() == 4) and self.padded:
+            raise ValueError(
+                f"this cache holds a padded text, of which it keeps the real tokens only, so "
+                f"{'no attention_mask' if mask is None else 'a 4-D attention_mask'} would not mean the same as without "
+                f"a cache: pass attention_mask of shape ({batch}, {keys}), over cached and new tokens"
+            )
+        if mask is None:
+            return sight
         if mask.dim() == 4:
             if self.windowed:
                 raise ValueError(
@@ -195,8 +212,16 @@ class AlibiCache(Cache):
                 )
             return sight._replace(causal=False, attn_mask=pair_mask(mask.to(hidden.device), queries, keys))
         key_mask = token_mask(mask.to(hidden.device), batch, keys, keys)
-        if readable(key_mask) and bool(key_mask.all()):
-            return sight
+        if readable(key_mask):
+            if past and not torch.equal(key_mask[:, :past].sum(1), self._known.store.seen):
+                raise ValueError(
+                    f"attention_mask[:, :{past}] calls {key_mask[:, :past].sum(1).tolist()} of the cached tokens real, "
+                    f"of which this cache has seen {self._known.store.seen.tolist()}: it drops padding when it takes "
+                    f"tokens in, so what was real must stay so. Where generate made the mask, from pad_token_id, pass "
+                    f"attention_mask yourself; to change it between passes use a DynamicCache"
+                )
+            if bool(key_mask.all()):
+                return sight
         new = key_mask[:, past:]
         if not counted and self.windowed and readable(key_mask) and has_holes(key_mask):
             raise ValueError(
@@ -207,3 +232,10 @@ class AlibiCache(Cache):
             places = torch.arange(past, keys, device=hidden.device)
             return sight._replace(key_mask=new, key_positions=places)
         return sight._replace(key_mask=None if readable(new) and bool(new.all()) else new)
+
+
+def _last_real(key_mask: Tensor) -> int:
+    """How many columns at the end of a (B, T) mask are real in every row; 0 where that cannot be read at once."""
+    if not readable(key_mask):
+        return 0
+    return int(key_mask.all(0).flip(0).cumprod(0).sum())
