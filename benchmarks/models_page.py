@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from matplotlib.ticker import LogLocator
+
 from benchmarks.models import OURS, PATCHED
 from linbias.lab.plots import INK, label, new_figure, to_png
 from linbias.lab.storage import write_atomically
@@ -62,6 +64,7 @@ def draw(figures: Figures) -> bytes:
         ax.set_xticks(lengths, [f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}" for length in lengths])
         if value != "tokens_per_second":
             ax.set_yscale("log")
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             ax.yaxis.set_major_formatter(lambda size, _: f"{size:g}")
         else:
             ax.set_ylim(bottom=0)

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is missing: pip install 'linbias[hf]'")
 
+pytest.importorskip("matplotlib", reason="matplotlib is missing: pip install 'linbias[lab]'")
+
 from benchmarks import models, models_page
 
 ROWS = [
@@ -50,7 +52,6 @@ def test_processes_of_their_own(tmp_path: Path):
 
 
 def test_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    pytest.importorskip("matplotlib", reason="matplotlib is missing: pip install 'linbias[lab]'")
     report, picture = tmp_path / "models.json", tmp_path / "models.png"
     row = {"family": "mpt", "kind": models.PATCHED}
     figures = [
