@@ -88,6 +88,21 @@ def test_rollback_into_padding():
         cache.crop(-2)
 
 
+def test_padding_goes_with_the_sequence_that_had_it():
+    model, ids = make("bloom", layers=2), tokens(2, 9)
+    linbias.patch(model)
+    cache = AlibiCache()
+    with torch.no_grad():
+        model(ids[:, :6], attention_mask=lengths_mask(6, 4, side="right"), **{CACHE: cache})
+        assert cache.padded
+        cache.batch_select_indices(torch.tensor([0]))
+        assert not cache.padded
+        cache.crop(-2)
+        actual = model(ids[:1, 4:], **{CACHE: cache}).logits
+        expected = model(ids[:1]).logits[:, 4:]
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
+
+
 def test_batch_changes():
     model, ids = make("bloom", layers=2), tokens(2, 9)
     linbias.patch(model)

@@ -3,6 +3,7 @@
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -140,6 +141,93 @@ def test_no_bounds_where_nobody_counts_writes():
     with torch.inference_mode():
         appended(layer, 2).update(*torch.randn(2, 1, HEADS, 600, WIDTH))
         assert layer.bounds() is None
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["measured outside", "measured inside"])
+def test_bounds_into_inference_mode_and_back(inside: bool):
+    """Memory that inference mode makes counts no writes; bounds it makes could not be kept up outside."""
+    layer = GrowingLayer()
+    with torch.no_grad():
+        appended(layer, 2).update(*torch.randn(2, 1, HEADS, 500 if inside else 600, WIDTH))
+        assert (layer.bounds() is None) == inside
+    with torch.inference_mode():
+        appended(layer, 12 if inside else 80)
+        assert (layer.bounds() is not None) == inside
+    with torch.no_grad():
+        assert torch.equal(appended(layer, 1).bounds().norms, linbias.key_bounds(layer.keys).norms)
+
+
+OTHER_MEMORY: dict[str, Callable[[Any], object]] = {
+    "larger": lambda layer: setattr(layer.keys, "data", 3 * layer.keys),
+    "reordered": lambda layer: [setattr(part, "data", part.flip(0)) for part in (layer.keys, layer.values)],
+    "cropped": lambda layer: [setattr(part, "data", part[:, :, :9]) for part in (layer.keys, layer.values)],
+    "set_": lambda layer: layer.keys.set_(2 * layer.keys),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_MEMORY.values(), ids=list(OTHER_MEMORY))
+@torch.no_grad()
+def test_the_same_tensor_with_other_memory(change: Callable[[Any], object]):
+    pieces = torch.randn(3, 2, 2, HEADS, 600, WIDTH).unbind()
+    plain, growing = DynamicLayer(), GrowingLayer()
+    for layer in (plain, growing):
+        for piece in pieces[:2]:
+            layer.update(*piece)
+    before = growing.bounds().norms, growing.keys.detach()
+    copied = before[1].clone()
+    for layer in (plain, growing):
+        change(layer)
+    assert growing.bounds() is None
+    for layer in (plain, growing):
+        layer.update(*pieces[2])
+    assert torch.equal(growing.keys, plain.keys) and torch.equal(growing.values, plain.values)
+    assert torch.equal(growing.bounds().norms, linbias.key_bounds(plain.keys).norms)
+    assert torch.equal(before[1], copied)
+
+
+@torch.no_grad()
+def test_attributes_copied_by_hand():
+    """Two layers that show the same tensors: one writes behind them, the other copies them."""
+    layer, other = appended(GrowingLayer(), 3), GrowingLayer()
+    vars(other).update(vars(layer))
+    kept = appended(other, 1).keys
+    copied = kept.clone()
+    appended(layer, 1)
+    assert torch.equal(kept, copied)
+
+
+@pytest.mark.parametrize("name", ["reorder", "repeat", "select"])
+@torch.no_grad()
+def test_another_batch_gives_the_memory_back(name: str):
+    """Beam search must not hold each layer's tokens twice."""
+    layer = appended(GrowingLayer(), 3)
+    whole = weakref.ref(layer._grown[0].whole)
+    ACTIONS[name](layer, 1)
+    assert whole() is None
+
+
+class Rescaled(transformers.DynamicCache):
+    """Somebody's own, which hands out other keys than it keeps."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states / 64, value_states, *args, **kwargs)
+        return keys * 64, values
+
+
+@every_family
+@torch.no_grad()
+def test_no_bounds_of_other_keys_than_were_returned(kind: str):
+    model, ids = make(kind, layers=2), tokens(1, 1003)
+    linbias.patch(model)
+    bounds: list[object] = []
+
+    def noted(*args: Any, **options: Any) -> Tensor:
+        bounds.append(options["key_bounds"])
+        return linbias.alibi_attention(*args, **options)
+
+    with mock.patch("linbias.hf.attention.alibi_attention", noted):
+        _, cache = steps(model, ids, 3, Rescaled())
+    assert type(cache.layers[0]) is GrowingLayer and len(bounds) == 2 * 4 and not any(bounds)
 
 
 @every_family

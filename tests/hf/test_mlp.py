@@ -125,13 +125,48 @@ class Adapted(nn.Linear):
     """Any layer that is not the model's own may look at all rows at once, as LLM.int8 does."""
 
 
-@pytest.mark.parametrize("why", ["gradients", "training", "adapter", "replaced forward", "short"])
+class Levels(nn.Module):
+    """An activation with one scale for all rows, as a quantiser fitted on the fly has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.abs().max() / 127
+        return (x / scale).round() * scale
+
+
+class Weight(Tensor):
+    """A weight of its own class, which may do anything to the input, as torchao's do."""
+
+    def detach(self) -> Tensor:
+        return self
+
+
+WHYS = (
+    "gradients",
+    "training",
+    "adapter",
+    "weight",
+    "activation",
+    "hook within the activation",
+    "replaced forward",
+    "short",
+)
+
+
+@pytest.mark.parametrize("why", WHYS)
 def test_whole_where_blocks_could_be_told(why: str):
     model = make("falcon")
     linbias.patch(model)
     first = layers(model)[0]
     if why == "adapter":
         first.dense_h_to_4h = Adapted(first.dense_h_to_4h.in_features, first.dense_h_to_4h.out_features)
+    if why == "weight":
+        weight = first.dense_4h_to_h.weight.detach().as_subclass(Weight)
+        first.dense_4h_to_h.weight = nn.Parameter(weight, requires_grad=False)
+    if why == "activation":
+        first.act = Levels()
+    if why == "hook within the activation":
+        first.act = nn.Sequential(first.act)
+        watch(first.act[0])
     if why == "replaced forward":
         first.act.forward = torch.tanh
     model.train(why == "training")
@@ -139,6 +174,16 @@ def test_whole_where_blocks_could_be_told(why: str):
     with torch.set_grad_enabled(why == "gradients"):
         _, count = blocks_of(model, lambda: logits(model, ids))
     assert count == 1
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mpt"])
+@torch.no_grad()
+def test_residual_that_broadcasts(kind: str):
+    model = make(kind)
+    linbias.patch(model)
+    hidden, residual = torch.randn(BATCH, LENGTH, 48), torch.randn(48)
+    first = layers(model)[0]
+    assert torch.equal(first(hidden, residual), type(first).__base__.forward(first, hidden, residual))
 
 
 def test_checkpoint_fidelity_keeps_the_original():

@@ -69,7 +69,7 @@ def attend(
         out, weights = _by_rows(own, query, key, value, sight.own_bias, sight)
     else:
         options = sight.options()
-        bounds = None if cache is None else bounds_of(cache, layer)
+        bounds = None if cache is None else bounds_of(cache, layer, key)
         out = alibi_attention(
             query, key, value, sight.slopes, scale=scale, dropout_p=dropout_p, key_bounds=bounds, **options
         )

@@ -110,6 +110,9 @@ class AlibiLayer(CacheLayerMixin):
         """Keep the sequences at `indices`."""
         if self.columns:
             self.store.select(indices)
+            # The padding may have been in those left out.
+            if readable(seen := self.store.seen) and bool((seen == self.columns).all()):
+                self.unpadded = self.columns
 
     def offload(self) -> None:
         """Refused: blocks of keys are read where they lie."""

@@ -31,10 +31,25 @@ class _Grown(NamedTuple):
     """(B, G, capacity, D)."""
     shown: Tensor
     """(B, G, tokens, D)."""
+    tokens: int
+    layer: int
+    """The id of the layer that may write to `whole`: its attributes may have been copied into another's."""
     norms: Tensor | None = None
-    """(B, G, ceil(capacity / 64)): bounds of the keys shown, once they were asked for."""
+    """(B, G, ceil(capacity / 64)): bounds of the keys shown, once they were asked for; never an inference tensor."""
     version: int = 0
     """torch's count of writes to `whole` when `norms` was right."""
+
+    def is_held(self, held: Tensor | None, layer: "GrowingLayer") -> bool:
+        """Whether `layer` holds what it showed, and nobody has given that other memory (``keys.data = ...``)."""
+        whole = self.whole
+        return (
+            held is not None
+            and held is self.shown
+            and self.layer == id(layer)
+            and held.data_ptr() == whole.data_ptr()
+            and held.shape == (*whole.shape[:2], self.tokens, whole.shape[3])
+            and held.stride() == whole.stride()
+        )
 
 
 class GrowingLayer(DynamicLayer):
@@ -50,18 +65,19 @@ class GrowingLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append (B, G, T, D); returns all keys and values, as views of the memory they grow in."""
         if not (_plain(self.keys, key_states) and _plain(self.values, value_states)):
-            vars(self).pop("_grown", None)
+            self._let_go()
             return super().update(key_states, value_states, *args, **kwargs)
         assert self.keys is not None and self.values is not None
-        keys, values = self._grown or (None, None)
-        grown = _append(keys, self.keys, key_states), _append(values, self.values, value_states)
+        # Let go before anything is copied: what somebody has replaced must not lie beside its copies.
+        keys, values = self._let_go()
+        grown = _append(self, keys, self.keys, key_states), _append(self, values, self.values, value_states)
         vars(self)["_grown"] = grown
         self.keys, self.values = grown[0].shown, grown[1].shown
         return self.keys, self.values
 
     def bounds(self) -> KeyBounds | None:
         """Bounds of `keys`, kept up from token to token; None where they would not pay or nobody vouches for them."""
-        if self._grown is None or self._grown[0].shown is not self.keys:
+        if self._grown is None or not self._grown[0].is_held(self.keys, self):
             return None
         keys, values = self._grown
         tokens = keys.shown.shape[2]
@@ -69,8 +85,9 @@ class GrowingLayer(DynamicLayer):
         if tokens < _LEAST_MEASURED or keys.whole.is_inference():
             return None
         if keys.norms is None or keys.version != keys.whole._version:
-            norms = key_bounds(keys.shown, _BLOCK).norms
-            keys = keys._replace(norms=_with_room(norms, keys.whole), version=keys.whole._version)
+            with torch.inference_mode(False), torch.no_grad():  # what inference mode makes is read-only outside
+                norms = _with_room(key_bounds(keys.shown, _BLOCK).norms, keys.whole)
+            keys = keys._replace(norms=norms, version=keys.whole._version)
             vars(self)["_grown"] = keys, values
         assert keys.norms is not None
         return KeyBounds(keys.norms[:, :, : -(-tokens // _BLOCK)], None, None, _BLOCK)
@@ -81,8 +98,31 @@ class GrowingLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Forget all tokens, and give their memory back."""
-        vars(self).pop("_grown", None)
+        self._let_go()
         super().reset()
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Sequence n becomes the one at beam_idx[n]; gives the memory back, as the next two do."""
+        self._let_go()
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence, `repeats` times."""
+        self._let_go()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences at `indices`."""
+        self._let_go()
+        super().batch_select_indices(indices)
+
+    def _let_go(self) -> tuple[_Grown | None, _Grown | None]:
+        """The memory of keys and of values, as far as they still lie in it; the layer keeps hold of neither."""
+        keys, values = vars(self).pop("_grown", None) or (None, None)
+        return (
+            keys if keys is not None and keys.is_held(self.keys, self) else None,
+            values if values is not None and values.is_held(self.values, self) else None,
+        )
 
 
 def grow_in_place(cache: Cache, layer: int) -> None:
@@ -97,10 +137,13 @@ def grow_in_place(cache: Cache, layer: int) -> None:
         found.__class__ = GrowingLayer
 
 
-def bounds_of(cache: Cache, layer: int) -> KeyBounds | None:
-    """Bounds of the keys that layer number `layer` has just returned, if it keeps some."""
+def bounds_of(cache: Cache, layer: int, key: Tensor) -> KeyBounds | None:
+    """Bounds of `key`, which the cache has just returned for layer number `layer`, if that keeps some.
+
+    A cache of somebody's own may return other keys than those of the layer.
+    """
     found = cache.layers[layer] if layer < len(cache.layers) else None
-    return found.bounds() if isinstance(found, GrowingLayer) else None
+    return found.bounds() if isinstance(found, GrowingLayer) and found.keys is key else None
 
 
 def _plain(held: Tensor | None, new: Tensor) -> bool:
@@ -115,10 +158,10 @@ def _plain(held: Tensor | None, new: Tensor) -> bool:
     )
 
 
-def _append(grown: _Grown | None, held: Tensor, new: Tensor) -> _Grown:
-    """`held` and then `new`, in the memory `held` lies in if that is ours and has room."""
+def _append(layer: GrowingLayer, grown: _Grown | None, held: Tensor, new: Tensor) -> _Grown:
+    """`held` and then `new`, in the memory `held` lies in if that has room; None: it is not ours."""
     before, after = held.shape[2], held.shape[2] + new.shape[2]
-    if grown is None or grown.shown is not held:
+    if grown is None:
         whole, norms = _roomy(held, after), None
     else:
         whole, norms = grown.whole, grown.norms
@@ -127,12 +170,14 @@ def _append(grown: _Grown | None, held: Tensor, new: Tensor) -> _Grown:
         # A tensor made in inference mode must not be written to outside of it.
         if after > whole.shape[2] or whole.is_inference() > torch.is_inference_mode_enabled():
             whole = _roomy(held, after)
-            norms = None if norms is None else _with_room(norms, whole)
+            # Nor does it count who writes to it.
+            norms = None if norms is None or whole.is_inference() else _with_room(norms, whole)
     whole[:, :, before:after] = new
+    grown = _Grown(whole, whole[:, :, :after], after, id(layer))
     if norms is None:
-        return _Grown(whole, whole[:, :, :after])
+        return grown
     append_norms(norms, before, new, _BLOCK)
-    return _Grown(whole, whole[:, :, :after], norms, whole._version)
+    return grown._replace(norms=norms, version=whole._version)
 
 
 def _roomy(held: Tensor, tokens: int) -> Tensor:

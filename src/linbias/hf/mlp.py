@@ -35,14 +35,15 @@ def in_blocks(
         mlp: the module.
         whole: its original forward, which works on each row by itself.
         hidden: (B, T, width).
-        residual: of the same shape, where the original takes it in here.
+        residual: of the same shape, where the original takes it in here; another, which it would broadcast, is left
+            to it.
         activation: the name of the elementwise part.
         linear: the class of the others.
 
     Returns:
         (B, T, width).
     """
-    if not _unseen(mlp, hidden, activation, linear):
+    if not _unseen(mlp, hidden, activation, linear) or any(part.shape != hidden.shape for part in residual):
         return whole(hidden, *residual)
     rows, width = hidden.shape[:-1].numel(), hidden.shape[-1]
     most = max(_LEAST_ROWS, _BLOCK // (4 * max(width, 1)))
@@ -66,7 +67,18 @@ def _unseen(mlp: nn.Module, hidden: Tensor, activation: str, linear: type[nn.Lin
     if every._global_forward_hooks or every._global_forward_pre_hooks:  # pyright: ignore[reportPrivateUsage]
         return False
     return all(
-        (name == activation or type(part) is linear)
+        (_is_elementwise(part) if name == activation else type(part) is linear and _is_plain(part.weight))
         and not (part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
         for name, part in mlp.named_children()
     )
+
+
+def _is_elementwise(activation: nn.Module) -> bool:
+    """Whether it is one that transformers or torch builds: somebody's own may scale by the largest element, say."""
+    known = type(activation).__module__.startswith(("transformers.", "torch.nn.", "linbias."))
+    return known and next(activation.children(), None) is None
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Not of a class of its own: a quantised weight may quantise its input too, with one scale for all of it."""
+    return type(weight) in (nn.Parameter, Tensor)
