@@ -3,6 +3,7 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -200,12 +201,27 @@ def test_what_was_padding_stays_padding(kind: str):
             return model(more, attention_mask=later, **{CACHE: cache})
 
     after(None, None), after(None, ones), after(padded[:, :6], padded)
-    wrong = r"attention_mask\[:, :6\] calls \[5, 5\] of the cached tokens real, of which this cache has seen \[6, 6\]"
-    with pytest.raises(ValueError, match=wrong):
+    with pytest.raises(ValueError, match=r"attention_mask\[0, 2\] calls padding what .* taken in as a token"):
         after(None, hidden)
-    with pytest.raises(ValueError, match=r"calls \[6, 6\] .* seen \[6, 4\]"):
+    with pytest.raises(ValueError, match=r"attention_mask\[1, 0\] calls a token what .* taken in as padding"):
         after(padded[:, :6], ones)
+    with pytest.raises(ValueError, match=r"attention_mask\[1, 0\] calls a token what .* taken in as padding"):
+        after(padded[:, :6], padded.flip(1))  # as many real tokens as before
     with pytest.raises(ValueError, match=r"holds a padded text.*no attention_mask would.*shape \(2, 8\)"):
         after(padded[:, :6], None)
     with pytest.raises(ValueError, match=r"holds a padded text.*a 4-D attention_mask would"):
         after(padded[:, :6], torch.ones(2, 1, 2, 8, dtype=torch.bool))
+
+
+def test_a_pass_that_failed_midway():
+    model, ids = make("bloom", layers=2), tokens(1, 6)
+    linbias.patch(model)
+    cache, broken = AlibiCache(), base(model).h[1].self_attention.query_key_value
+    with torch.no_grad():
+        expected = model(ids).logits
+        with mock.patch.object(broken, "forward", side_effect=MemoryError), pytest.raises(MemoryError):
+            model(ids, **{CACHE: cache})
+        with pytest.raises(ValueError, match=r"hold \[6\] tokens, and the model has 2 layers: a pass failed"):
+            model(ids, **{CACHE: cache})
+        cache.reset()
+        assert torch.equal(model(ids, **{CACHE: cache}).logits, expected)

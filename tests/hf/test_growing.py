@@ -122,39 +122,31 @@ def test_gradients_see_what_they_saw():
     assert keys.requires_grad
 
 
-@torch.no_grad()
-def test_bounds_of_keys_that_somebody_wrote_to():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_bounds_of_keys_that_somebody_wrote_to(mode: Any):
     """Whoever changes keys in place makes them larger than the bounds that were kept."""
     layer = GrowingLayer()
-    appended(layer, 2).update(*torch.randn(2, 1, HEADS, 600, WIDTH))
-    before = layer.bounds().norms.clone()
-    layer.keys[:, :, 70] *= 100
-    after = layer.bounds().norms
-    assert (after[:, :, 1] > before[:, :, 1]).all() and torch.equal(after, linbias.key_bounds(layer.keys).norms)
-    layer.keys[:, :, 7] *= 100
-    appended(layer, 1)
-    assert torch.equal(layer.bounds().norms, linbias.key_bounds(layer.keys).norms)
-
-
-def test_no_bounds_where_nobody_counts_writes():
-    layer = GrowingLayer()
-    with torch.inference_mode():
+    with mode():
         appended(layer, 2).update(*torch.randn(2, 1, HEADS, 600, WIDTH))
-        assert layer.bounds() is None
+        before = layer.bounds().norms.clone()
+        layer.keys[:, :, 70] *= 100
+        after = layer.bounds().norms
+        assert (after[:, :, 1] > before[:, :, 1]).all() and torch.equal(after, linbias.key_bounds(layer.keys).norms)
+        layer.keys[:, :, 7] *= 100
+        appended(layer, 1)
+        assert torch.equal(layer.bounds().norms, linbias.key_bounds(layer.keys).norms)
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["measured outside", "measured inside"])
-def test_bounds_into_inference_mode_and_back(inside: bool):
-    """Memory that inference mode makes counts no writes; bounds it makes could not be kept up outside."""
+@pytest.mark.parametrize("tokens_before", [500, 600], ids=["measured inside", "measured outside"])
+def test_bounds_into_inference_mode_and_back(tokens_before: int):
+    """What inference mode makes counts no writes, and takes none outside of it; this memory and its bounds do both."""
     layer = GrowingLayer()
     with torch.no_grad():
-        appended(layer, 2).update(*torch.randn(2, 1, HEADS, 500 if inside else 600, WIDTH))
-        assert (layer.bounds() is None) == inside
-    with torch.inference_mode():
-        appended(layer, 12 if inside else 80)
-        assert (layer.bounds() is not None) == inside
-    with torch.no_grad():
-        assert torch.equal(appended(layer, 1).bounds().norms, linbias.key_bounds(layer.keys).norms)
+        appended(layer, 2).update(*torch.randn(2, 1, HEADS, tokens_before, WIDTH))
+        assert (layer.bounds() is None) == (tokens_before < 512)
+    for mode, count in ((torch.inference_mode, 12), (torch.inference_mode, 80), (torch.no_grad, 1)):
+        with mode():
+            assert torch.equal(appended(layer, count).bounds().norms, linbias.key_bounds(layer.keys).norms)
 
 
 OTHER_MEMORY: dict[str, Callable[[Any], object]] = {

@@ -36,15 +36,17 @@ class AlibiLayer(CacheLayerMixin):
         self.store = store
         self.columns = 0
         """Tokens so far, padding included."""
-        self.unpadded = 0
-        """Of these, the last ones among which there is no padding."""
+        self.real: Tensor | None = None
+        """(B, columns) bool, once there was a mask: which of them are tokens and which padding."""
 
     def append(self, key: Tensor, value: Tensor, sight: Sight) -> None:
         """Take in the new tokens of one pass."""
         self.store.append(key, value, mask=sight.key_mask, positions=sight.key_positions)
         tokens = key.shape[2]
-        last_real = tokens if sight.key_mask is None else _last_real(sight.key_mask)
-        self.unpadded = self.unpadded + tokens if last_real == tokens else last_real
+        if sight.key_mask is not None or self.real is not None:
+            before = key.new_ones(key.shape[0], self.columns, dtype=torch.bool) if self.real is None else self.real
+            now = key.new_ones(key.shape[0], tokens, dtype=torch.bool) if sight.key_mask is None else sight.key_mask
+            self.real = _compact(torch.cat([before, now], 1))
         self.columns += tokens
         self.is_initialized = True
 
@@ -77,7 +79,7 @@ class AlibiLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens."""
         self.store.reset()
-        self.columns = self.unpadded = 0
+        self.columns, self.real = 0, None
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -89,12 +91,13 @@ class AlibiLayer(CacheLayerMixin):
         count = -tokens_to_remove
         if count < 0:
             raise ValueError(f"tokens_to_remove must be negative, minus the number of tokens, got {tokens_to_remove}")
-        if count > self.unpadded and count < self.columns:
-            raise ValueError(f"cannot take back {count} tokens: only the last {self.unpadded} are free of padding")
+        unpadded = self.columns if self.real is None else int(self.real.all(0).flip(0).cumprod(0).sum())
+        if unpadded < count < self.columns:
+            raise ValueError(f"cannot take back {count} tokens: only the last {unpadded} are free of padding")
         if count and self.columns:
             self.store.drop(count)
             self.columns -= min(count, self.columns)
-            self.unpadded = min(self.unpadded, self.columns) if count >= self.columns else self.unpadded - count
+            self.real = None if self.real is None else _compact(self.real[:, : self.columns])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence n becomes the one at beam_idx[n]."""
@@ -110,9 +113,7 @@ class AlibiLayer(CacheLayerMixin):
         """Keep the sequences at `indices`."""
         if self.columns:
             self.store.select(indices)
-            # The padding may have been in those left out.
-            if readable(seen := self.store.seen) and bool((seen == self.columns).all()):
-                self.unpadded = self.columns
+            self.real = None if self.real is None else _compact(self.real[indices.to(self.real.device)])
 
     def offload(self) -> None:
         """Refused: blocks of keys are read where they lie."""
@@ -160,12 +161,12 @@ class AlibiCache(Cache):
     @property
     def padded(self) -> bool:
         """Whether padding was among the tokens so far."""
-        return bool(self.layers) and self._known.unpadded < self._known.columns
+        return self._real is not None and not bool(self._real.all())
 
     @property
-    def _known(self) -> AlibiLayer:
-        """The first layer, which knows as much of the text as the others."""
-        return self.layers[0]  # pyright: ignore[reportReturnType]
+    def _real(self) -> Tensor | None:
+        """As the first layer has it, which knows as much of the text as the others."""
+        return self.layer(0).real
 
     @property
     def windowed(self) -> bool:
@@ -184,7 +185,7 @@ class AlibiCache(Cache):
         """Refused; see `AlibiLayer.update`."""
         raise TypeError(_ONLY_PATCHED)
 
-    def look(self, mask: Tensor | None, hidden: Tensor, sight: Sight, *, counted: bool) -> Sight:
+    def look(self, mask: Tensor | None, hidden: Tensor, sight: Sight, *, counted: bool, layers: int) -> Sight:
         """The sight of a pass over `hidden` (B, T, width); key mask and positions are the *new* tokens'.
 
         Args:
@@ -192,13 +193,20 @@ class AlibiCache(Cache):
             hidden: the embedded new tokens.
             sight: slopes and causal rule.
             counted: positions count real tokens, as `KVCache` does by itself.
+            layers: how many the model has.
 
         Raises:
-            ValueError: a mask whose meaning the cache cannot keep.
+            ValueError: a mask whose meaning the cache cannot keep, or layers that do not hold the same text.
         """
         batch, queries = hidden.shape[:2]
         past = self.get_seq_length()
         keys = past + queries
+        held = [self.layer(index).columns for index in range(len(self.layers))]
+        if any(held) and held != [past] * layers:
+            raise ValueError(
+                f"the layers of this cache hold {held} tokens, and the model has {layers} layers: a pass failed "
+                f"midway, or another model filled it; call cache.reset() and pass the whole text again"
+            )
         if (mask is None or mask.dim() == 4) and self.padded:
             raise ValueError(
                 f"this cache holds a padded text, of which it keeps the real tokens only, so "
@@ -216,13 +224,8 @@ class AlibiCache(Cache):
             return sight._replace(causal=False, attn_mask=pair_mask(mask.to(hidden.device), queries, keys))
         key_mask = token_mask(mask.to(hidden.device), batch, keys, keys)
         if readable(key_mask):
-            if past and not torch.equal(key_mask[:, :past].sum(1), self._known.store.seen):
-                raise ValueError(
-                    f"attention_mask[:, :{past}] calls {key_mask[:, :past].sum(1).tolist()} of the cached tokens real, "
-                    f"of which this cache has seen {self._known.store.seen.tolist()}: it drops padding when it takes "
-                    f"tokens in, so what was real must stay so. Where generate made the mask, from pad_token_id, pass "
-                    f"attention_mask yourself; to change it between passes use a DynamicCache"
-                )
+            if past:
+                self._check_unchanged(key_mask[:, :past])
             if bool(key_mask.all()):
                 return sight
         new = key_mask[:, past:]
@@ -236,9 +239,20 @@ class AlibiCache(Cache):
             return sight._replace(key_mask=new, key_positions=places)
         return sight._replace(key_mask=None if readable(new) and bool(new.all()) else new)
 
+    def _check_unchanged(self, mask: Tensor) -> None:
+        """Raise where (B, past) calls other cached tokens real than those taken in as such."""
+        differs = ~mask if self._real is None else mask != self._real
+        if not bool(differs.any()):
+            return
+        text, token = differs.nonzero()[0].tolist()
+        now, then = ("a token", "padding") if mask[text, token] else ("padding", "a token")
+        raise ValueError(
+            f"attention_mask[{text}, {token}] calls {now} what this cache has taken in as {then}: it drops padding "
+            f"when it takes tokens in, so what was real must stay so. Where generate made the mask, from pad_token_id, "
+            f"pass attention_mask yourself; to change it between passes use a DynamicCache"
+        )
 
-def _last_real(key_mask: Tensor) -> int:
-    """How many columns at the end of a (B, T) mask are real in every row; 0 where that cannot be read at once."""
-    if not readable(key_mask):
-        return 0
-    return int(key_mask.all(0).flip(0).cumprod(0).sum())
+
+def _compact(real: Tensor) -> Tensor | None:
+    """None where all is real, if that can be told without waiting for a device."""
+    return None if readable(real) and bool(real.all()) else real

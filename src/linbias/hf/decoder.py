@@ -137,7 +137,8 @@ def see(model: Any, attention_mask: Tensor | None, cache: Any, hidden: Tensor, p
     if isinstance(cache, AlibiCache):
         if not exact:
             raise ValueError("an AlibiCache goes with fidelity='exact' only; patch with it, or use a DynamicCache")
-        return cache.look(attention_mask, hidden, sight, counted=model.counts_tokens)
+        layers = sum(1 for _ in model.layer_stack())
+        return cache.look(attention_mask, hidden, sight, counted=model.counts_tokens, layers=layers)
     sight = look(attention_mask, cache, hidden, sight, counted=model.counts_tokens, packed=position_ids)
     if exact:
         return sight

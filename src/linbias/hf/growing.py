@@ -35,7 +35,7 @@ class _Grown(NamedTuple):
     layer: int
     """The id of the layer that may write to `whole`: its attributes may have been copied into another's."""
     norms: Tensor | None = None
-    """(B, G, ceil(capacity / 64)): bounds of the keys shown, once they were asked for; never an inference tensor."""
+    """(B, G, ceil(capacity / 64)): bounds of the keys shown, once they were asked for."""
     version: int = 0
     """torch's count of writes to `whole` when `norms` was right."""
 
@@ -57,7 +57,8 @@ class GrowingLayer(DynamicLayer):
 
     Tokens once written are never written over, so what `keys` and `values` were before stays what it was: where
     somebody has replaced them (cropped, reordered, selected), the next token finds tensors that are not its own, and
-    copies them.
+    copies them. What somebody writes into them is noticed too, except through ``.data`` or numpy: torch does not count
+    that.
     """
 
     _grown: ClassVar[tuple[_Grown, _Grown] | None] = None  # on the instance after the first `update`
@@ -81,12 +82,10 @@ class GrowingLayer(DynamicLayer):
             return None
         keys, values = self._grown
         tokens = keys.shown.shape[2]
-        # An inference tensor does not count who writes to it.
-        if tokens < _LEAST_MEASURED or keys.whole.is_inference():
+        if tokens < _LEAST_MEASURED:
             return None
         if keys.norms is None or keys.version != keys.whole._version:
-            with torch.inference_mode(False), torch.no_grad():  # what inference mode makes is read-only outside
-                norms = _with_room(key_bounds(keys.shown, _BLOCK).norms, keys.whole)
+            norms = _with_room(key_bounds(keys.shown, _BLOCK).norms, keys.whole)
             keys = keys._replace(norms=norms, version=keys.whole._version)
             vars(self)["_grown"] = keys, values
         assert keys.norms is not None
@@ -167,11 +166,9 @@ def _append(layer: GrowingLayer, grown: _Grown | None, held: Tensor, new: Tensor
         whole, norms = grown.whole, grown.norms
         if norms is not None and grown.version != whole._version:
             norms = None  # somebody else has written to the keys
-        # A tensor made in inference mode must not be written to outside of it.
-        if after > whole.shape[2] or whole.is_inference() > torch.is_inference_mode_enabled():
+        if after > whole.shape[2]:
             whole = _roomy(held, after)
-            # Nor does it count who writes to it.
-            norms = None if norms is None or whole.is_inference() else _with_room(norms, whole)
+            norms = None if norms is None else _with_room(norms, whole)
     whole[:, :, before:after] = new
     grown = _Grown(whole, whole[:, :, :after], after, id(layer))
     if norms is None:
@@ -183,13 +180,20 @@ def _append(layer: GrowingLayer, grown: _Grown | None, held: Tensor, new: Tensor
 def _roomy(held: Tensor, tokens: int) -> Tensor:
     """A copy of `held` with room for `tokens` and more."""
     capacity = tokens + max(tokens // _SHARE, _LEAST_ROOM)
-    whole = held.new_empty((*held.shape[:2], capacity, held.shape[3]))
+    with _writable():
+        whole = held.new_empty((*held.shape[:2], capacity, held.shape[3]))
     whole[:, :, : held.shape[2]] = held
     return whole
 
 
 def _with_room(norms: Tensor, whole: Tensor) -> Tensor:
     """A copy of `norms` with room for all of `whole`; blocks to come are bounded by 0."""
-    roomy = norms.new_zeros((*norms.shape[:2], -(-whole.shape[2] // _BLOCK)))
+    with _writable():
+        roomy = norms.new_zeros((*norms.shape[:2], -(-whole.shape[2] // _BLOCK)))
     roomy[:, :, : norms.shape[2]] = norms
     return roomy
+
+
+def _writable() -> torch.inference_mode:
+    """Tensors made in it may be written to in inference mode and outside, and count who does: inference tensors not."""
+    return torch.inference_mode(False)
