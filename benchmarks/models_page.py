@@ -7,10 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from matplotlib.ticker import LogLocator
-
 from benchmarks.models import OURS, PATCHED
-from linbias.lab.plots import INK, label, new_figure, to_png
+from linbias.lab.plots import INK, label, log_lengths, log_values, new_figure, to_png
 from linbias.lab.storage import write_atomically
 
 Figures = list[dict[str, Any]]
@@ -59,16 +57,11 @@ def draw(figures: Figures) -> bytes:
                 linewidth=2,
                 label=f"{NAMES[family]}, {kind}",
             )
-        lengths = sorted({figure["tokens"] for figure in chosen})
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(lengths, [f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}" for length in lengths])
-        if value != "tokens_per_second":
-            ax.set_yscale("log")
-            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            ax.yaxis.set_major_formatter(lambda size, _: f"{size:g}")
-        else:
+        log_lengths(ax, sorted({figure["tokens"] for figure in chosen}))
+        if value == "tokens_per_second":
             ax.set_ylim(bottom=0)
-        ax.minorticks_off()
+        else:
+            log_values(ax)
     label(axes[0], "Reading a text", "tokens", "seconds")
     label(axes[1], "Memory at most, reading", "tokens", "GB")
     label(axes[2], "Generating", "tokens of context", "tokens per second")

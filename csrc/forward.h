@@ -217,34 +217,34 @@ class ForwardWorker {
     range_[s] = range;
     if (!direct_) cache_.prefetch_values(tile, s * kTile / kStrips, (s + 1) * kTile / kStrips);
     const int first = range.first / kPanel<C>, last = int(ceil_div(range.last, kPanel<C>));
-    dot_products(tile, s, first, last);
+    const bool look = ledger_.worth_looking(shared_->bounds, rows_, s, *keys_.span);
+    dot_products(tile, s, first, last, look);
     computed_[s] += lesser(keys_.count, last * kPanel<C>) - first * kPanel<C>;
     const bool masked = mask == Sight::some;
     switch (form_of(rows_, keys_, seen, masked)) {
-      case Form::bare: return soften<Form::bare>(s, first, last, seen, masked);
-      case Form::biased: return soften<Form::biased>(s, first, last, seen, masked);
-      default: return soften<Form::examined>(s, first, last, seen, masked);
+      case Form::bare: return soften<Form::bare>(s, first, last, seen, masked, look);
+      case Form::biased: return soften<Form::biased>(s, first, last, seen, masked, look);
+      default: return soften<Form::examined>(s, first, last, seen, masked, look);
     }
   }
 
-  void dot_products(int64_t tile, int s, int first, int last) {
+  void dot_products(int64_t tile, int s, int first, int last, bool look) {
     constexpr int W = kPanel<C>;
     const int64_t D = call_->D;
     const C* query = query_.data() + s * kStrip * D;
     C* scores = scores_.data() + s * kStrip * kTile + first * W;
-    if (direct_) return direct_products(tile, s, query, first * W, last * W, scores);
+    if (direct_) return direct_products(tile, query, rows_.strip_rows(s), first * W, last * W, scores, look);
     const C* keys = cache_.keys(tile) + first * D * W;
     gemm<C, Into::zero>({query, D, 1}, {keys, W, D * W}, {scores, kTile, W}, D, rows_.strip_rows(s), last - first);
   }
 
-  void direct_products(int64_t tile, int s, const C* query, int begin, int end, C* scores) {
+  void direct_products(int64_t tile, const C* query, int rows, int begin, int end, C* scores, bool look) {
     const Rows& all = cache_.key_rows();
     const int64_t D = call_->D;
-    const int rows = rows_.strip_rows(s), count = lesser(end, keys_.count) - begin;
-    // Values that the second look is likely to leave out are not worth the memory traffic.
-    const bool values = !ledger_.worth_looking(shared_->bounds, rows_, s, *keys_.span);
+    const int count = lesser(end, keys_.count) - begin;
     const auto ahead = [&](int first, int last) __attribute__((always_inline)) {
-      if (values) cache_.prefetch_values(tile, begin + first, begin + last);
+      // Values that the second look is likely to leave out are not worth the memory traffic.
+      if (!look) cache_.prefetch_values(tile, begin + first, begin + last);
       if (next_tile_ >= 0) cache_.prefetch_keys(next_tile_, begin + first, begin + last);
     };
     if (spare_keys_.size() == 0) {
@@ -290,7 +290,7 @@ class ForwardWorker {
 
   // From dot products to weights; the second look; the running softmax.
   template <Form F>
-  bool soften(int s, int first, int last, Sight seen, bool masked) {
+  bool soften(int s, int first, int last, Sight seen, bool masked, bool look) {
     const int begin = first * kPanel<C>, end = last * kPanel<C>;
     Filled filled{false, false};
     if constexpr (F == Form::examined) {
@@ -300,7 +300,6 @@ class ForwardWorker {
       seen_.everywhere = true;
     }
     const Line<F> line(*this, s, filled);
-    const bool look = ledger_.worth_looking(shared_->bounds, rows_, s, *keys_.span);
     if (!look && calm_ >> s & 1) {
       weigh_calm(s, begin, end, line);
     } else {

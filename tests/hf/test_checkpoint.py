@@ -14,6 +14,7 @@ from tests.hf.tiny import (
     CACHE,
     base,
     checkpoint_activations,
+    every_dtype,
     every_family,
     every_kind,
     exactly,
@@ -24,8 +25,6 @@ from tests.hf.tiny import (
     store,
     tokens,
 )
-
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from tests.hf.tiny import (
     KINDS,
     base,
     checkpoint_activations,
+    every_dtype,
     every_family,
     every_kind,
     exactly,
@@ -35,7 +36,6 @@ from tests.hf.tiny import (
 )
 
 slow = pytest.mark.slow
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 some_heads = pytest.mark.parametrize("heads", [pytest.param(4, marks=slow), 6, pytest.param(12, marks=slow)])
 MASKS = {
     "none": torch.ones(3, 17, dtype=torch.int64),

@@ -31,6 +31,7 @@ FALCON_KINDS = {
 }
 KINDS = (BLOOM, MPT, *FALCON_KINDS)
 every_kind = pytest.mark.parametrize("kind", KINDS)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 every_family = pytest.mark.parametrize("kind", (BLOOM, MPT, FALCON))
 
 _CLASSES = {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`patch` and `unpatch`: give a model's own instances the classes of its `Family`, and take them back."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import MethodType, TracebackType
 from typing import Any, Literal
@@ -118,10 +118,10 @@ def patch(model: nn.Module, *, fidelity: Fidelity = "exact") -> Report:
         _check(name, decoder, family, fidelity)
     needed = {old for _, _, family in found for old in family.swaps}
     swaps = {old: new for _, _, family in found for old, new in family.all_swaps(fidelity).items()}
-    shadowed = {part for part in model.modules() if type(part) in swaps and _is_shadowed(part)}
-    for part in shadowed:
-        _check_shadow_is_harmless(part, needed)
-    parts = [part for part in model.modules() if type(part) in swaps and part not in shadowed]
+    for part in model.modules():
+        if type(part) in needed:
+            _check_instance(part)
+    parts = [part for part in model.modules() if type(part) in swaps and not _is_shadowed(part)]
     for part in parts:
         _become(part, swaps[type(part)])
     for _, decoder, _ in found:
@@ -254,9 +254,9 @@ def _check(name: str, decoder: nn.Module, family: Family, fidelity: str) -> None
         )
 
 
-def _check_shadow_is_harmless(part: nn.Module, needed: Container[type[nn.Module]]) -> None:
-    """Raise where a `forward` set on the instance would keep the patched class's from its work."""
-    if type(part) in needed:
+def _check_instance(part: nn.Module) -> None:
+    """Raise where a `forward` set on the instance would shadow the patched class's."""
+    if _is_shadowed(part):
         raise ValueError(
             f"the forward of a {type(part).__qualname__} was replaced on the instance, so its class cannot take "
             f"effect: remove that first, patch, then apply it again"

@@ -51,6 +51,21 @@ def label(ax: Any, title: str, x: str, y: str) -> None:
     ax.set_ylabel(y, fontsize=9.5, color=INK)
 
 
+def log_lengths(ax: Any, lengths: list[int]) -> None:
+    """Give axes a logarithmic x of lengths, 1k for 1,024."""
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(lengths, [f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}" for length in lengths])
+    ax.minorticks_off()
+
+
+def log_values(ax: Any) -> None:
+    """Give axes a logarithmic y with plain numbers."""
+    ax.set_yscale("log")
+    ax.minorticks_off()
+    ax.yaxis.set_major_locator(need("matplotlib.ticker").LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
 def _length_axis(ax: Any, ticks: tuple[int, ...], trained: int) -> None:
     ax.set_xscale("log", base=2)
     ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])

@@ -3,8 +3,7 @@
 
 from typing import Any
 
-from ..extras import need
-from ..plots import INK, QUIET, label, new_figure, to_png
+from ..plots import INK, QUIET, label, log_lengths, log_values, new_figure, to_png
 from .peers import BASELINE
 from .record import FORWARD, Record, Timing
 from .tables import GOALS
@@ -45,7 +44,8 @@ def draw_bench(record: Record) -> bytes | None:
     label(cost, "Time per token, forward", "tokens", "microseconds")
     label(ratio, "Time of SDPA without any bias over this", "tokens", "")
     for ax in (cost, ratio):
-        _axes(ax, sorted({timing.length for timing in chosen}))
+        log_lengths(ax, sorted({timing.length for timing in chosen}))
+        log_values(ax)
     handles, labels = cost.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, fontsize=9, labelcolor=INK)
     return to_png(figure)
@@ -64,12 +64,3 @@ def _draw_baseline(ax: Any, timings: list[Timing]) -> None:
     for points, line, name in drawn:
         x, y = [length for length, _ in points], [_per_token(seconds, length) for length, seconds in points]
         ax.plot(x, y, color=INK, linewidth=2, linestyle=line, label=name, zorder=2)
-
-
-def _axes(ax: Any, lengths: list[int]) -> None:
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.set_xticks(lengths, [f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}" for length in lengths])
-    ax.minorticks_off()
-    ax.yaxis.set_major_locator(need("matplotlib.ticker").LogLocator(subs=(1, 2, 5)))
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
