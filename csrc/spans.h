@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Summaries of ranges of keys and rows, and what they prove about all pairs between them.
+// Summaries of ranges of keys and rows, from which visibility.h proves what all pairs between them have in common.
 //
 // The keys of a batch item form a tree: level 0 are tiles of kTile keys, and a node of level l joins kFan nodes of the
-// level below. Classification costs a few comparisons, so that only tiles which a mask really cuts are evaluated pair
-// by pair, and whole superblocks are judged at once.
+// level below, so that whole superblocks are judged at once.
 #pragma once
 
 #include <cmath>
@@ -12,7 +11,7 @@
 
 namespace linbias::LINBIAS_VARIANT {
 
-constexpr int kFan = 16;   // children of a node
+constexpr int kFan = 16;  // children of a node
 constexpr int kMaxLevels = 8;
 
 // a - b, held within int64.
@@ -66,36 +65,14 @@ struct RowSpan {
   }
 };
 
-enum class Sight { none, some, all };
-
-// What rows see of keys, attn_mask apart: `none` and `all` are proven, `some` means look at each pair.
-inline Sight sight(const Call& call, const RowSpan& rows, const KeySpan& keys) {
-  if (keys.alive == 0) return Sight::none;
-  bool all = keys.alive == keys.total;
-  if (call.query_segments) {
-    if (rows.segment_high < keys.segment_low || keys.segment_high < rows.segment_low) return Sight::none;
-    all = all && lesser(rows.segment_low, keys.segment_low) == greater(rows.segment_high, keys.segment_high);
-  }
-  if (call.metric != Metric::none) return all ? Sight::all : Sight::some;
-  const int64_t back_least = minus(rows.low, keys.high), back_most = minus(rows.high, keys.low);
-  if (call.causal) {
-    if (back_most < 0 && keys.rank_low >= call.prefix) return Sight::none;
-    all = all && (back_least >= 0 || keys.rank_high < call.prefix);
-  }
-  if (call.left != kUnlimited || call.right != kUnlimited) {
-    bool past_out = call.left != kUnlimited && back_least > call.left;
-    bool future_out = call.right != kUnlimited && back_most < -call.right;
-    if ((past_out || future_out) && keys.rank_low >= call.sinks) return Sight::none;
-    bool within = (call.left == kUnlimited || back_most <= call.left) &&
-                  (call.right == kUnlimited || back_least >= -call.right);
-    all = all && (within || keys.rank_high < call.sinks);
-  }
-  if (!keys.unbiased) {
-    if (rows.past_infinite && back_least > 0) return Sight::none;
-    if (rows.future_infinite && back_most < 0) return Sight::none;
-  }
-  return all ? Sight::all : Sight::some;
-}
+// A node of the key tree as the rows of a tile see it.
+template <class C>
+struct Node {
+  C distance;  // nearest distance to any row of the tile, in the units that slopes multiply
+  int level;
+  uint32_t mask;  // strips that still need it
+  int64_t index;
+};
 
 // The tree of one call: spans for every batch item that differs, boxes under a metric.
 template <class C>

@@ -13,10 +13,10 @@
 
 #include "check.h"
 #include "direct.h"
-#include "frontier.h"
 #include "pack.h"
 #include "philox.h"
 #include "threads.h"
+#include "walk.h"
 
 using namespace linbias;
 using namespace linbias::LINBIAS_VARIANT;

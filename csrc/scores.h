@@ -1,30 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// From dot products to scores: bias and visibility of the pairs of one strip and one key tile.
+// Scores of one row tile against one key tile, as both passes need them: dot products, cap, bias and visibility.
 //
-// A hidden pair gets exactly -inf. The bias is slope * distance as one product of
-// the exact distance, fused with the subtraction; never a base plus a ramp, which cancels on steep heads.
+// A hidden pair gets exactly -inf. The bias is slope * distance as one product of the exact distance, fused with the
+// subtraction; never a base plus a ramp, which cancels on steep heads. Backward must form every score as forward did, to
+// the last bit: one that rounds otherwise no longer fits the saved lse.
 #pragma once
 
-#include "rows.h"
+#include "direct.h"
+#include "shared.h"
+#include "tile_cache.h"
+#include "visibility.h"
 
 namespace linbias::LINBIAS_VARIANT {
-
-// Whether row r of the tile and key j see each other: the definition itself, pair by pair, in integers.
-template <class C>
-inline bool pair_visible(const Call& call, const RowTile<C>& tile, int r, int64_t j) {
-  const int64_t b = tile.b;
-  if (call.key_mask && !*call.key_mask.at(b, j)) return false;
-  if (call.query_segments && tile.segment[r] != *call.key_segments.at(b, j)) return false;
-  if (call.attn_mask && !*call.attn_mask.at(b, tile.head[r], tile.query[r], j)) return false;
-  if (call.metric != Metric::none) return true;
-  const Array<int64_t> positions = call.key_positions.as<int64_t>();
-  const int64_t back = minus(tile.position[r], positions ? *positions.at(b, j) : j);
-  const int64_t rank = call.key_ranks ? *call.key_ranks.at(b, j) : INT64_MAX;
-  if (call.causal && back < 0 && rank >= call.prefix) return false;
-  const bool within =
-      (call.left == kUnlimited || back <= call.left) && (call.right == kUnlimited || back >= -call.right);
-  return within || rank < call.sinks;
-}
 
 // The keys of one tile in the form that strips need.
 template <class C>
@@ -112,59 +99,11 @@ struct PairScratch {
 
 // How a strip's scores are formed; the first that applies.
 enum class Form {
+  hidden,    // nothing is visible
   bare,      // all visible, no bias
   biased,    // all visible, same slope on both sides, exact relative positions
   examined,  // anything else
 };
-
-template <class C>
-inline Form form_of(const RowTile<C>& rows, const KeyTile<C>& keys, Sight seen, bool masked) {
-  // The last tile may be partly beyond S: those columns must be hidden.
-  if (seen != Sight::all || masked || keys.count < kTile) return Form::examined;
-  if (!rows.biased) return Form::bare;
-  return keys.exact && rows.same_sides && !rows.special && !keys.span->unbiased ? Form::biased : Form::examined;
-}
-
-// What attn_mask alone says about a strip and the tile.
-template <class C>
-inline Sight mask_sight(const Call& call, const RowTile<C>& rows, const KeyTile<C>& keys, int s) {
-  const Array<uint8_t>& mask = call.attn_mask;
-  bool none = true, all = true;
-  for (int r = s * kStrip; r < s * kStrip + rows.strip_rows(s); ++r) {
-    const uint8_t* row = mask.at(rows.b, rows.head[r], rows.query[r], keys.first);
-    int count = 0;
-    for (int j = 0; j < keys.count; ++j) count += row[j * mask.stride[3]] != 0;
-    none = none && count == 0, all = all && count == keys.count;
-  }
-  return none ? Sight::none : all ? Sight::all : Sight::some;
-}
-
-// Whether a strip and a tile may hold pairs of different segments.
-inline bool segments_differ(const Call& call, const RowSpan& strip, const KeySpan& keys) {
-  return call.query_segments && lesser(strip.segment_low, keys.segment_low) !=
-                                    greater(strip.segment_high, keys.segment_high);
-}
-
-// The keys [first, last) of the tile that can be visible to the strip, from positions alone.
-struct Range {
-  int first, last;
-};
-
-inline Range visible_range(const Call& call, const RowSpan& strip, const KeySpan& keys, int count) {
-  Range range{0, count};
-  if (call.metric != Metric::none || !keys.consecutive()) return range;
-  if (call.causal && keys.rank_low >= call.prefix)
-    range.last = int(greater<int64_t>(0, lesser<int64_t>(count, minus(strip.high, keys.low) + 1)));
-  if (keys.rank_low < call.sinks) return range;
-  if (call.left != kUnlimited)
-    range.first = int(greater<int64_t>(0, lesser<int64_t>(count, minus(minus(strip.low, keys.low), call.left))));
-  if (call.right != kUnlimited) {
-    int64_t ahead = minus(strip.high, keys.low);  // ahead + right + 1 without overflow
-    int64_t last = ahead > count - call.right - 1 ? count : ahead + call.right + 1;
-    range.last = int(greater<int64_t>(0, lesser<int64_t>(range.last, last)));
-  }
-  return range;
-}
 
 template <class C>
 inline void metric_distances(const Call& call, const RowTile<C>& rows, const KeyTile<C>& keys, int row, C* out) {
@@ -227,12 +166,12 @@ struct Filled {
 };
 
 template <class C>
-inline Filled fill_pairs(const Call& call, const RowTile<C>& rows, const KeyTile<C>& keys, int s, Sight seen,
+inline Filled fill_pairs(const Call& call, const RowTile<C>& rows, const KeyTile<C>& keys, int s, BlockVisibility seen,
                          bool masked, PairScratch<C>& scratch) {
   const bool spatial = call.metric != Metric::none;
   const bool far = !spatial && !keys.exact;
   const bool foreign = segments_differ(call, rows.strip[s], *keys.span) && !keys.segments_fit();
-  const Filled filled{!keys.exact && rows.biased, masked || (seen != Sight::all && (far || foreign))};
+  const Filled filled{!keys.exact && rows.biased, masked || (seen != BlockVisibility::full && (far || foreign))};
   const Array<int64_t> positions = call.key_positions.as<int64_t>();
   for (int r = 0; r < rows.strip_rows(s); ++r) {
     const int row = s * kStrip + r;
@@ -276,10 +215,16 @@ struct Examiner {
     left = C(lesser(call.left, most)), right = C(lesser(call.right, most));
   }
 
-  // `r` counts within the strip, `row` within the tile; `seen` receives the visibility.
+  // How far the keys are before the row, or how far apart under a metric. `r` counts within the strip, `row` within the
+  // tile.
+  LINBIAS_INLINE Vec<C> back(int r, int row, int j) const {
+    return filled.distance ? load<C>(scratch.distance + r * kTile + j)
+                           : splat<C>(rows.relative[row]) - load<C>(keys.relative + j);
+  }
+
+  // `seen` receives the visibility.
   LINBIAS_INLINE Vec<C> operator()(Vec<C> x, int r, int row, int j, Mask<C>& seen) const {
-    const Vec<C> back = filled.distance ? load<C>(scratch.distance + r * kTile + j)
-                                        : splat<C>(rows.relative[row]) - load<C>(keys.relative + j);
+    const Vec<C> back = this->back(r, row, j);
     seen = load_mask<C>(keys.alive + j);
     if (filled.visible) {
       seen &= load_mask_bytes<C>(scratch.visible + r * kTile + j);
@@ -316,6 +261,172 @@ struct Examiner {
     Vec<C> product = bits_and<C>(distance, ~none);
     return x - slope * product;
   }
+};
+
+// What both passes keep of the row tile and the key tile at work.
+template <class C>
+class Scores {
+ protected:
+  void reset(const Shared<C>& shared, int64_t slots, int key_packings, int value_packings) {
+    shared_ = &shared, call_ = &shared.call;
+    direct_ = call_->T * call_->group() <= kDirectRows;
+    const int64_t rows = tile_capacity(*call_, shared.tiling);
+    query_.reset(rows * shared.key_width, true);
+    scores_.reset(rows * kTile, true);
+    // Keys that only dot products read need no padding, so that more of them are used in place.
+    const bool padded = key_packings & as_panels;
+    key_cache_.reset(shared.codec, call_->key, call_->S, call_->D, padded ? shared.key_width : call_->D, slots, key_packings);
+    value_cache_.reset(shared.codec, call_->value, call_->S, call_->V, shared.value_width, slots, value_packings);
+  }
+
+  void begin_rows(int64_t b, int64_t g, int64_t tile) {
+    rows_.fill(*call_, shared_->tiling, b, g, tile);
+    key_cache_.bind(b, g), value_cache_.bind(b, g);
+  }
+
+  // Row r of the query times scale, and the bound of its norm.
+  void read_query(int r, bool judged) {
+    const Codec<C>& codec = shared_->codec;
+    const void* row = call_->query.at(codec.bytes, rows_.b, rows_.head[r], rows_.query[r]);
+    if (judged) norms_[r] = codec.norm_bound(row, call_->query.stride[3], call_->D);
+    codec.widen(row, call_->query.stride[3], call_->D, C(call_->scale), query_row(r));
+  }
+  C* query_row(int r) { return query_.data() + r * shared_->key_width; }
+  C* score_row(int row) { return scores_.data() + row * kTile; }
+
+  void begin_keys(const KeySpan& span, int64_t tile) {
+    whole_ = block_visibility(*call_, rows_.span, span);
+    keys_.begin(*call_, rows_, span, tile);
+    seen_.clear();
+    for (int s = 0; s < rows_.strips; ++s) range_[s] = {0, keys_.count};
+  }
+
+  // How strip s meets the tile; narrows range_[s] to what it can see.
+  Form meet(int s) {
+    using B = BlockVisibility;
+    const B seen = whole_ == B::full ? whole_ : block_visibility(*call_, rows_.strip[s], *keys_.span);
+    if (seen == B::empty) return Form::hidden;
+    const B mask = mask_visibility(*call_, rows_, s, keys_.first, keys_.count);
+    if (mask == B::empty) return Form::hidden;
+    if (seen == B::partial) {
+      const Range visible = visible_range(*call_, rows_.strip[s], *keys_.span, keys_.count);
+      range_[s] = {greater(range_[s].first, visible.first), lesser(range_[s].last, visible.last)};
+    }
+    if (range_[s].first >= range_[s].last) return Form::hidden;
+    strip_seen_ = seen, masked_ = mask == B::partial;
+    // The last tile may be partly beyond S: those columns must be hidden.
+    if (seen != B::full || masked_ || keys_.count < kTile) return Form::examined;
+    if (!rows_.biased) return Form::bare;
+    return keys_.exact && rows_.same_sides && !rows_.special && !keys_.span->unbiased ? Form::biased : Form::examined;
+  }
+
+  // range_[s] in whole panels.
+  Range panels(int s) const {
+    return {range_[s].first / kPanel<C>, int(ceil_div(range_[s].last, kPanel<C>))};
+  }
+  Range columns(int s) const { return {panels(s).first * kPanel<C>, panels(s).last * kPanel<C>}; }
+
+  // Strip rows of `left`, `inner` wide, times panels of a tile.
+  void product(const C* left, int64_t left_row, const C* panels_of, int64_t inner, int s, C* result) {
+    constexpr int W = kPanel<C>;
+    const Range to = panels(s);
+    gemm<C, Into::zero>({left, left_row, 1}, {panels_of + to.first * inner * W, W, inner * W},
+                        {result + to.first * W, kTile, W}, inner, rows_.strip_rows(s), to.last - to.first);
+  }
+
+  // Dot products of strip s into scores_. `ahead` is told which keys are multiplied next, where they are read in place.
+  template <class Ahead>
+  void dot_products(int64_t tile, int s, const Ahead& ahead) {
+    const int64_t width = shared_->key_width, D = call_->D;
+    const C* query = query_row(s * kStrip);
+    C* scores = score_row(s * kStrip);
+    if (!direct_) return product(query, width, key_cache_.panels(tile), D, s, scores);
+    int64_t key_row;
+    const C* keys = key_cache_.rows(tile, &key_row);
+    const Range to = columns(s);
+    const int rows = rows_.strip_rows(s), count = lesser(to.last, keys_.count) - to.first;
+    direct_dots<C>(query, width, rows, keys + to.first * key_row, key_row, count, D, scores + to.first, kTile, ahead);
+    // Columns beyond the last key are hidden later, whatever they hold; they must hold something.
+    for (int r = 0; r < rows; ++r)
+      for (int j = to.first + count; j < to.last; ++j) scores[r * kTile + j] = 0;
+  }
+
+  // From dot products to scores, vector by vector.
+  template <Form F>
+  struct Line {
+    Scores& own;
+    const int strip;
+    const bool capped;
+    const C cap, sharpness;
+    const Filled filled;
+    const Examiner<C> examine;
+
+    Line(Scores& scores, int s)
+        : own(scores), strip(s), capped(scores.call_->has_softcap), cap(C(scores.call_->softcap)),
+          sharpness(Shared<C>::sharpness(*scores.call_)), filled(fill(scores, s)),
+          examine(*scores.call_, scores.rows_, scores.keys_, scores.pairs_, s, filled) {}
+
+    static Filled fill(Scores& scores, int s) {
+      if (F != Form::examined) {
+        scores.seen_.everywhere = true;
+        return {false, false};
+      }
+      scores.keys_.prepare(*scores.call_, scores.rows_.b);
+      return fill_pairs(*scores.call_, scores.rows_, scores.keys_, s, scores.strip_seen_, scores.masked_, scores.pairs_);
+    }
+
+    // Vector j of row r, whose dot products are x; `slope`, where given, receives the cap's derivative.
+    LINBIAS_INLINE Vec<C> operator()(Vec<C> x, int r, int j, C* slope = nullptr) const {
+      const int row = strip * kStrip + r;
+      if (capped) {
+        const Vec<C> t = tanh_lanes<C>(x * sharpness);
+        if (slope) store<C>(slope, C(1) - t * t);
+        x = t * cap;
+      }
+      if constexpr (F == Form::biased)
+        x -= own.rows_.past[row] * absolute<C>(own.rows_.relative[row] - load<C>(own.keys_.relative + j));
+      if constexpr (F == Form::examined) {
+        Mask<C> visible;
+        x = examine(x, r, row, j, visible);
+        own.seen_.add(j, visible);
+      }
+      return x;
+    }
+  };
+
+  // A largest score does not see NaN, which must reach the results.
+  bool has_nan(int s) {
+    Mask<C> nan = {};
+    for (int r = s * kStrip; r < s * kStrip + rows_.strip_rows(s); ++r)
+      for (int j = columns(s).first; j < columns(s).last; j += kLanes<C>) {
+        const Vec<C> x = load<C>(score_row(r) + j);
+        nan |= x != x;
+      }
+    for (int lane = 0; lane < kLanes<C>; ++lane)
+      if (nan[lane]) return true;
+    return false;
+  }
+
+  // Rows of a tile with zeros for keys that no active strip sees, in `spare` if there are any.
+  const C* visible_rows(TileCache<C>& cache, int64_t tile, uint32_t active, int64_t width, Buffer<C>& spare, int64_t* row) {
+    const C* rows = cache.rows(tile, row);
+    if (!seen_.hides(range_, rows_.strips, active, keys_.count)) return rows;
+    return seen_.only(rows, keys_.count, width, spare.data(), row);
+  }
+
+  const Shared<C>* shared_ = nullptr;
+  const Call* call_ = nullptr;
+  bool direct_ = false;
+  RowTile<C> rows_;
+  KeyTile<C> keys_;
+  SeenKeys<C> seen_;
+  PairScratch<C> pairs_;
+  Range range_[kStrips];  // keys of the tile that a strip may see and has not skipped
+  BlockVisibility whole_ = BlockVisibility::empty, strip_seen_ = BlockVisibility::empty;
+  bool masked_ = false;
+  TileCache<C> key_cache_, value_cache_;
+  Buffer<C> query_, scores_;  // scores_: dot products, then scores, then what a pass makes of them
+  C norms_[kRows];
 };
 
 }  // namespace linbias::LINBIAS_VARIANT

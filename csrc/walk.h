@@ -1,18 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which node of the key tree comes next: nearest first while visiting, farthest first while charging.
+// How a row tile walks the key tree: which node comes next, what the account proves negligible, which tiles are visited.
 #pragma once
 
-#include "pairs.h"
+#include "scores.h"
 
 namespace linbias::LINBIAS_VARIANT {
-
-template <class C>
-struct Node {
-  C distance;     // nearest distance to any row of the tile
-  int level;
-  uint32_t mask;  // strips that still need it
-  int64_t index;
-};
 
 // The nearest distance between the rows of a tile and a node, in the units that slopes multiply.
 template <class C>
@@ -85,6 +77,61 @@ class Frontier {
   Buffer<Node<C>> nodes_;
   int64_t size_ = 0;
   bool nearest_ = true;
+};
+
+// A row tile on its way through the key tiles.
+template <class C>
+class Walk : protected Scores<C> {
+ protected:
+  using Scores<C>::call_, Scores<C>::shared_, Scores<C>::rows_;
+
+  void reset(const Shared<C>& shared, int64_t slots, int key_packings, int value_packings) {
+    Scores<C>::reset(shared, slots, key_packings, value_packings);
+    frontier_.reserve(shared.tree.nodes() + kFan);
+  }
+
+  const KeySpan& span_of(int level, int64_t index) const { return shared_->tree.span(rows_.b, level, index); }
+  uint32_t all_strips() const { return (uint32_t(1) << rows_.strips) - 1; }
+
+  // At the roots of the tree.
+  void start(bool nearest_first) {
+    frontier_.clear(nearest_first);
+    const int roots = shared_->tree.levels() - 1;
+    expand(roots, 0, shared_->tree.count(roots), all_strips());
+  }
+
+  // Takes node after node until `done(next)`: the strips in `judge(node)` need not see it; what is left of a tile goes to
+  // `take`, what is left of a superblock to its children.
+  template <class Done, class Judge, class Take>
+  void descend(const Done& done, const Judge& judge, const Take& take) {
+    while (!frontier_.empty() && !done(frontier_.peek())) {
+      Node<C> node = frontier_.pop();
+      node.mask &= ~judge(node);
+      if (node.mask == 0) continue;
+      const int64_t child = node.index * kFan;
+      if (node.level == 0)
+        take(node);
+      else
+        expand(node.level - 1, child, lesser(child + kFan, shared_->tree.count(node.level - 1)), node.mask);
+    }
+  }
+
+  // The strips to which the account can charge a node.
+  template <class Account>
+  uint32_t charge(Account& account, const Node<C>& node) const {
+    if (!account.judging) return 0;
+    const C rho = shared_->bounds.rho(rows_.b, rows_.g, shared_->tree.node(node.level, node.index));
+    return account.judge(rows_, span_of(node.level, node.index), node, rho);
+  }
+
+  Frontier<C> frontier_;
+
+ private:
+  void expand(int level, int64_t first, int64_t last, uint32_t mask) {
+    for (int64_t i = first; i < last; ++i)
+      if (block_visibility(*call_, rows_.span, span_of(level, i)) != BlockVisibility::empty)
+        frontier_.push({node_distance(*call_, rows_, shared_->tree, level, i), level, mask, i});
+  }
 };
 
 }  // namespace linbias::LINBIAS_VARIANT
