@@ -21,7 +21,7 @@ from linbias.backends.tiled import Plan
 from linbias.lab.bench.inputs import SINK, Content, normal, trained
 from linbias.lab.config import ModelConfig
 from linbias.prepare import Request, prepare
-from linbias.problem import Operands, Problem
+from linbias.semantics.problem import Operands, Problem
 
 TILE = 64
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import linbias
 from linbias import alibi_slopes, key_bounds
 from linbias.prepare import Request, prepare
-from linbias.problem import Operands, Problem
+from linbias.semantics.problem import Operands, Problem
 
 
 def contents(kind: str, *shape: int) -> tuple[Tensor, Tensor]:

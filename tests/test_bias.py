@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from linbias import alibi_bias, alibi_slopes, grid_positions, positions_from_mask
-from linbias.bias import key_ranks
+from linbias.semantics.blocks import key_ranks
 
 HALF = torch.tensor([0.5])
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from linbias import alibi_attention, alibi_attention_varlen, alibi_slopes
-from linbias.dropout import draw_seed, keep_mask, philox4x32, threshold
+from linbias.semantics.dropout import draw_seed, keep_mask, philox4x32, threshold
 from tests import plain
 
 # The known answers that Random123 publishes for philox4x32-10: counter, key, words.

@@ -14,10 +14,10 @@ from linbias._bounds import Keys
 from linbias.backends import reference, tiled
 from linbias.backends._tiled_call import Call
 from linbias.backends.tiled import Plan
-from linbias.bias import dense_penalty, token_positions
+from linbias.semantics.blocks import dense_penalty, token_positions
 from linbias.prepare import Request, prepare
-from linbias.problem import Operands, Problem
-from linbias.reach import upper_norms
+from linbias.semantics.problem import Operands, Problem
+from linbias.semantics.bounds import upper_norms
 from tests.ledger_calls import CONTENTS, calls, contents
 
 

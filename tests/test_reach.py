@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from linbias import key_bounds, reach
-from linbias.reach import upper_norms
+from linbias.semantics.bounds import upper_norms
 from tests.ledger_calls import CONTENTS, contents
 
 

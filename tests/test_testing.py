@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from linbias import backends
-from linbias.problem import Gradients, Result
+from linbias.semantics.problem import Gradients, Result
 from linbias.testing import (
     PROBLEMS,
     Case,

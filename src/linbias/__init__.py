@@ -9,17 +9,17 @@ from .attention import Aux as Aux
 from .attention import alibi_attention as alibi_attention
 from .attention import alibi_attention_weights as alibi_attention_weights
 from .attention import merge as merge
-from .bias import alibi_bias as alibi_bias
-from .bias import grid_positions as grid_positions
-from .bias import positions_from_mask as positions_from_mask
 from .cache import KVCache as KVCache
 from .errors import BackendUnavailable as BackendUnavailable
 from .hf import patch as patch
 from .hf import unpatch as unpatch
-from .reach import KeyBounds as KeyBounds
-from .reach import key_bounds as key_bounds
-from .reach import reach as reach
-from .slopes import alibi_slopes as alibi_slopes
+from .semantics.blocks import alibi_bias as alibi_bias
+from .semantics.blocks import grid_positions as grid_positions
+from .semantics.blocks import positions_from_mask as positions_from_mask
+from .semantics.bounds import KeyBounds as KeyBounds
+from .semantics.bounds import key_bounds as key_bounds
+from .semantics.bounds import reach as reach
+from .semantics.slopes import alibi_slopes as alibi_slopes
 from .varlen import alibi_attention_varlen as alibi_attention_varlen
 
 __version__ = "0.1.0"

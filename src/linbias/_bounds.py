@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._boxes import Boxes, Gaps, gaps, host, in_tiles, maybe_visible, real_keys
-from .bias import token_positions
-from .problem import Operands, Problem
-from .reach import tail_log, upper_norms
+from .semantics._boxes import Boxes, Gaps, gaps, host, in_tiles, maybe_visible, real_keys
+from .semantics.blocks import token_positions
+from .semantics.bounds import tail_log, upper_norms
+from .semantics.problem import Operands, Problem
 
 STRIP = 64
 """Rows judged together, and keys a block unless the caller's bounds say otherwise."""
@@ -47,10 +47,6 @@ class Keys:
     """(b, J) fp64: real keys a block."""
     norms: Tensor
     """(B, G, J) fp64: largest norm of a real key; inf where nobody asked or gave it."""
-    centroids: Tensor | None
-    """(B, G, J, D) fp64, from the caller."""
-    radii: Tensor | None
-    """(B, G, J) fp64, likewise."""
 
     @staticmethod
     def of(problem: Problem, operands: Operands) -> "Keys":
@@ -66,13 +62,10 @@ class Keys:
         else:
             each = torch.where(real[:, None], upper_norms(operands.key), 0.0)
             norms = host(in_tiles(each.flatten(0, 1), block, 0.0).amax(-1))
-        centroids, radii = operands.bound_centroids, operands.bound_radii
         return Keys(
             boxes=Boxes.of_keys(operands, block),
             count=count,
             norms=norms.unflatten(0, (problem.batch, problem.kv_heads)),
-            centroids=host(centroids) if centroids is not None and pool == 1 else None,
-            radii=host(radii) if radii is not None and pool == 1 else None,
         )
 
 
@@ -95,8 +88,6 @@ class Judge:
     """(L, T): c_i."""
     base: Tensor
     """(3 or 2, L, T): -log Z_i - m offset_i, the bound without content; 2 sides where no future tile is visible."""
-    query: Tensor
-    """(B, H, T, D); read for centroids only."""
 
     @staticmethod
     def of(problem: Problem, operands: Operands, keys: Keys, norms: Tensor, mass: Tensor) -> "Judge":
@@ -123,7 +114,6 @@ class Judge:
             slopes=torch.stack([torch.minimum(past, future), past, future]),
             content=content,
             base=torch.stack(base if ahead else base[:2]),
-            query=operands.query,
         )
 
     def chunks(self) -> Iterator[Tensor]:
@@ -141,8 +131,6 @@ class Judge:
     def row_bounds(self, lanes: Tensor) -> Tensor:
         """log of the largest share, over the strip's rows, that the whole block can weigh."""
         bound = self._bounds(lanes, lambda values: values.amax(-1))
-        if self.keys.centroids is not None and self.keys.radii is not None:
-            bound = torch.minimum(bound, self._centroid_bounds(lanes))
         return bound + self._log_count(lanes)
 
     def key_bounds(self, lanes: Tensor) -> Tensor:
@@ -199,28 +187,12 @@ class Judge:
         """log gamma: how many times the nearest key's bound the whole block can weigh."""
         count = self._of(self.keys.count.unsqueeze(1), lanes)
         plain = count.log()
-        if self.problem.explicit_positions:
+        if "query_positions" in self.problem.features:
             return plain
         slopes = self.slopes[1 : len(self.base), lanes, None, None]
         decayed = [torch.log(-torch.expm1(-m * count)) - tail_log(m) for m in slopes]
         decayed = [torch.where(m > 0, value, plain) for m, value in zip(slopes, decayed, strict=True)]
         return self._choose(lanes, [plain, *decayed])
-
-    def _centroid_bounds(self, lanes: Tensor) -> Tensor:
-        """As `_bounds`, by centroid and radius: the dot product with the block's mean key is exact for each row."""
-        assert self.keys.centroids is not None and self.keys.radii is not None
-        scale, cap = self.problem.options.scale, self.problem.options.softcap
-        centers, radii = self._kv(self.keys.centroids, lanes), self._kv(self.keys.radii, lanes).unsqueeze(1)
-        slack = 1e-12 * self._kv(self.keys.norms, lanes).unsqueeze(1)
-        parts: list[Tensor] = []
-        for first in range(0, self.problem.queries, self.strip):
-            rows = slice(first, first + self.strip)
-            query = host(self.query[:, :, rows]).flatten(0, 1)[lanes]
-            content = self.content[lanes, rows, None]
-            bound = scale * (query @ centers.mT) + content * (radii + slack)
-            bound = bound if cap is None else _cap(bound, cap)
-            parts.append((bound + self.base[:, lanes, rows, None]).amax(2))
-        return self._choose(lanes, list(torch.stack(parts, 2))) - self._penalty(lanes)
 
 
 def _cap(content: Tensor, softcap: float) -> Tensor:

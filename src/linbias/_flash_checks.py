@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_flag, check_number, check_scale, check_share, check_tensor
+from .semantics.checks import check_flag, check_number, check_scale, check_share, check_tensor
 
 
 def check_layout(tensors: dict[str, Tensor], layout: str, dims: int) -> None:
@@ -51,7 +51,7 @@ def check_probs(return_attn_probs: bool, dropout_p: float) -> None:
     if check_share("dropout_p", dropout_p) > 0 and return_attn_probs:
         raise NotImplementedError(
             "return_attn_probs must be False with dropout: S_dmask would be the dense matrix that this library never "
-            "makes; alibi_attention_weights shows the softmax, linbias.dropout which pairs are kept"
+            "makes; alibi_attention_weights shows the softmax, linbias.semantics.dropout which pairs are kept"
         )
 
 

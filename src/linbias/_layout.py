@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ._slots import Counts, Storage
-from .checks import check_count, check_tensor, readable
 from .prepare import Request
+from .semantics.checks import check_count, check_tensor, readable
 
 _OWNED = {
     "key_mask": "give padding to append(mask=...)",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ._bounds import Judge, Keys, table_sizes
-from ._boxes import in_tiles, real_keys
-from .problem import Operands, Problem
+from .semantics._boxes import in_tiles, real_keys
+from .semantics.problem import Operands, Problem
 
 _NEAR = 4
 """Blocks whose mean keys make the lower bound of a row's weight."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ._slots import Counts, Evicted, grown, real_norms, unfilled
-from .checks import check_scale, check_softcap, check_tolerance, readable, slope_rows
-from .problem import accumulating_dtype, default_scale, default_tolerance
-from .reach import KeyBounds, key_bounds, reach, upper_norms
+from .semantics.bounds import KeyBounds, key_bounds, reach, upper_norms
+from .semantics.checks import check_scale, check_softcap, check_tolerance, readable, slope_rows
+from .semantics.problem import accumulating_dtype, default_scale, default_tolerance
 
 
 def gather_pages(pool: Tensor, table: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class Pages:
         table = torch.cat([table[:, :1], table[:, 1 + skip :]], dim=1) if skip else table
         slots = end - skip * self.page
         key, value = (gather_pages(pool, table)[:, :slots].transpose(1, 2) for pool in (self.key, self.value))
-        return key, value, KeyBounds(self.norms[table].transpose(1, 2).contiguous(), None, None, self.page)
+        return key, value, KeyBounds(self.norms[table].transpose(1, 2).contiguous(), self.page)
 
     def newest(self, end: int, tokens: int) -> Tensor:
         """(B, G, tokens, D): the keys before slot `end`."""

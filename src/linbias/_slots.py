@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .checks import check_tensor
-from .problem import accumulating_dtype
-from .reach import KeyBounds, append_norms, key_bounds
+from .semantics.bounds import KeyBounds, append_norms, key_bounds
+from .semantics.checks import check_tensor
+from .semantics.problem import accumulating_dtype
 
 Counts = int | Tensor
 """One number for all sequences, known on the host, or (b,) int64 on the device, b = B or 1."""
@@ -180,7 +180,7 @@ class Slots:
 
     def read(self, end: int, skip: int = 0) -> tuple[Tensor, Tensor, KeyBounds]:
         """Views."""
-        bounds = KeyBounds(self.norms[:, :, : -(-end // self.block)], None, None, self.block)
+        bounds = KeyBounds(self.norms[:, :, : -(-end // self.block)], self.block)
         return self.key[:, :, :end], self.value[:, :, :end], bounds
 
     def slots(self, end: int, skip: int = 0) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from . import attention
 from .prepare import Request
-from .problem import Result
+from .semantics.problem import Result
 
 
 def stream(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, request: Request, backend: str) -> Result:
@@ -60,4 +60,6 @@ def _merged(a: Result, b: Result) -> Result:
     out, lse = attention.merge(a.out, a.lse, b.out, b.lse)
     some = lse > -torch.inf
     shares = [torch.where(some, (part.lse - lse).exp() * part.skipped, 0.0) for part in (a, b)]
-    return Result(out=out, lse=lse, skipped=shares[0] + shares[1], computed=a.computed + b.computed)
+    return Result(
+        out=out, lse=lse, lse_low=torch.zeros_like(lse), skipped=shares[0] + shares[1], computed=a.computed + b.computed
+    )

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from . import ops
 from .backends import reference, select
-from .checks import check_tensor
 from .prepare import Request, prepare
-from .problem import Result
-from .reach import KeyBounds
+from .semantics.bounds import KeyBounds
+from .semantics.checks import check_tensor
+from .semantics.problem import Result
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def alibi_attention(  # noqa: PLR0913
         scale: multiplies the dot product before cap and bias; default 1 / sqrt(D).
         softcap: > 0, or None.
         dropout_p: in [0, 1); pairs dropped from the output, the kept ones divided by 1 - p. The seed comes from
-            torch's generator; `linbias.dropout` says which pairs stay.
+            torch's generator; `linbias.semantics.dropout` says which pairs stay.
         tolerance: in [0, 1): how large a share of a row's softmax weight may be skipped; default: a quarter of the
             accumulator's eps. 0 skips only what is invisible.
         key_bounds: from `key_bounds(key)`, kept beside a cache, so that keys can be skipped unread.

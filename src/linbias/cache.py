@@ -14,7 +14,8 @@ from ._slots import Slots, check_fit, check_tokens
 from ._streaming import stream
 from .attention import Aux
 from .cache_report import CacheReport, content_bound, report, view
-from .checks import (
+from .prepare import Request
+from .semantics.checks import (
     check_count,
     check_scale,
     check_tensor,
@@ -25,8 +26,7 @@ from .checks import (
     slope_rows,
     token_rows,
 )
-from .prepare import Request
-from .problem import default_scale, default_tolerance
+from .semantics.problem import default_scale, default_tolerance
 
 
 class KVCache:

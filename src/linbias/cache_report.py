@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ._layout import Layout, token_positions
 from ._slots import Storage
-from .reach import reach, upper_norms
+from .semantics.bounds import reach, upper_norms
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,9 +22,9 @@ from . import attention
 from ._flash_checks import check_heads, check_integers, check_layout, check_probs, options_of
 from ._pages import gather_pages
 from .attention import Aux
-from .checks import slope_rows
 from .prepare import Request
-from .problem import accumulating_dtype
+from .semantics.checks import slope_rows
+from .semantics.problem import accumulating_dtype
 from .varlen import _Sequences, alibi_attention_varlen
 
 

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .bias import dense_penalty, dense_visible, token_positions
-from .checks import (
+from .prepare import Request, prepare
+from .semantics.blocks import dense_penalty, dense_visible, token_positions
+from .semantics.bounds import reach, upper_norms
+from .semantics.checks import (
     check_count,
     check_flag,
     check_scale,
@@ -23,9 +25,7 @@ from .checks import (
     position_rows,
     slope_rows,
 )
-from .prepare import Request, prepare
-from .problem import default_scale, default_tolerance
-from .reach import reach, upper_norms
+from .semantics.problem import default_scale, default_tolerance
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

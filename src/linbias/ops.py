@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .backends import Backend, select
-from .checks import unwatched
 from .errors import BackendUnavailable
-from .problem import OPERAND_NAMES, OPTION_NAMES, Operands, Options, Problem, Result, accumulating_dtype
+from .semantics.checks import unwatched
+from .semantics.problem import OPERAND_NAMES, OPTION_NAMES, Operands, Options, Problem, Result, accumulating_dtype
 
 GRADIENT_NAMES: tuple[str, ...] = ("query", "key", "value", "slopes", "future_slopes")
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -44,12 +44,12 @@ _FORWARD, _BACKWARD = "linbias::attention", "linbias::attention_backward"
 # The schemas must be defined before the decorators below name them.
 torch.library.define(
     _FORWARD,
-    f"({_CALL_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"({_CALL_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.define(
     _BACKWARD,
-    f"(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_CALL_SCHEMA}, bool[] needs) "
+    f"(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, Tensor lse_low, {_CALL_SCHEMA}, bool[] needs) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -102,14 +102,14 @@ def _unpack(args: tuple[Any, ...]) -> tuple[Problem, Operands, str]:
     return Problem.of(operands, options), operands, args[-1]
 
 
-def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward(*args: Any) -> tuple[Tensor, ...]:
     problem, operands, name = _unpack(args)
     with full_precision(problem):
         result = select(name, problem).forward(problem, operands)
-    return result.out, result.lse, result.skipped, result.computed
+    return tuple(result)
 
 
-def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
     operands = Operands(*args[: len(OPERAND_NAMES)])
     query, value = operands.query, operands.value
     rows, accumulator = query.shape[:3], accumulating_dtype(query.dtype)
@@ -117,26 +117,27 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         query.new_empty((*rows, value.shape[3])),
         query.new_empty(rows, dtype=accumulator),
         query.new_empty(rows, dtype=accumulator),
+        query.new_empty(rows, dtype=accumulator),
         query.new_empty(rows[:2], dtype=torch.int64),
     )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[: len(OPERAND_NAMES)], *output[:2])
+    ctx.save_for_backward(*inputs[: len(OPERAND_NAMES)], *output[:3])
     ctx.rest = inputs[len(OPERAND_NAMES) :]
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _skipped: Tensor | None, _computed: Tensor | None
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    *tensors, out, lse = ctx.saved_tensors
+    *tensors, out, lse, lse_low = ctx.saved_tensors
     needs = [ctx.needs_input_grad[OPERAND_NAMES.index(name)] for name in GRADIENT_NAMES]
     if grad_out is None and grad_lse is None:
         return (None,) * len(ctx.needs_input_grad)
-    call = (grad_out, grad_lse, out, lse, *tensors, *ctx.rest, needs)
+    call = (grad_out, grad_lse, out, lse, lse_low, *tensors, *ctx.rest, needs)
     # Where a gradient of gradients is asked for, the operator is what refuses it.
-    direct = not torch.is_grad_enabled() and _is_plain((grad_out, grad_lse, out, lse, *tensors))
+    direct = not torch.is_grad_enabled() and _is_plain((grad_out, grad_lse, out, *tensors))
     gradients = _backward(*call) if direct else torch.ops.linbias.attention_backward(*call)
     found = {name: got for name, got, need in zip(GRADIENT_NAMES, gradients, needs, strict=True) if need}
     return (*(found.get(name) for name in OPERAND_NAMES), *(None,) * len(ctx.rest))
@@ -151,10 +152,10 @@ class _Eager(torch.autograd.Function):
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
-    grad_out, grad_lse, out, lse, *call, needs = args
+    grad_out, grad_lse, out, lse, lse_low, *call, needs = args
     problem, operands, name = _unpack(tuple(call))
     with full_precision(problem):
-        found = select(name, problem).backward(problem, operands, out, lse, grad_out, grad_lse, tuple(needs))
+        found = select(name, problem).backward(problem, operands, out, lse, lse_low, grad_out, grad_lse, tuple(needs))
     return tuple(
         out.new_empty(0) if gradient is None else gradient
         for gradient in (getattr(found, name) for name in GRADIENT_NAMES)
@@ -162,7 +163,7 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
-    _, _, out, _, *call, needs = args
+    _, _, out, _, _, *call, needs = args
     operands = Operands(*call[: len(OPERAND_NAMES)])
     return tuple(
         torch.empty_like(getattr(operands, name), memory_format=torch.contiguous_format) if need else out.new_empty(0)
@@ -201,7 +202,7 @@ def _folded_call(
 
 
 _SEED = OPERAND_NAMES.index("seed")
-_FULL = ("query", "key", "value", "bound_norms", "bound_centroids", "bound_radii")
+_FULL = ("query", "key", "value", "bound_norms")
 
 
 def _rows(tensor: Tensor, dim: int | None) -> int:
@@ -230,13 +231,13 @@ def _vmap_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any,
 
 def _vmap_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
     size, needs = info.batch_size, args[-1]
-    call, dims = args[4:-1], in_dims[4:-1]
+    call, dims = args[5:-1], in_dims[5:-1]
     if call[_SEED] is not None:
         return _one_by_one(torch.ops.linbias.attention_backward, size, in_dims, args)
     batch = _rows(call[0], dims[0])
     saved = [
         None if tensor is None else _fold(tensor, dim, size, batch)
-        for tensor, dim in zip(args[:4], in_dims[:4], strict=True)
+        for tensor, dim in zip(args[:5], in_dims[:5], strict=True)
     ]
     # Slopes shared by the batch still need a gradient an example.
     folded = _folded_call(size, batch, dims, call, (*_FULL, "slopes", "future_slopes"))

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .bias import key_ranks, unbiased_marks
-from .checks import (
+from .semantics.blocks import key_ranks, unbiased_marks
+from .semantics.bounds import KeyBounds
+from .semantics.checks import (
     check_count,
     check_dense,
     check_flag,
@@ -27,9 +28,16 @@ from .checks import (
     slope_rows,
     token_rows,
 )
-from .dropout import draw_seed
-from .problem import Operands, Options, Problem, accumulating_dtype, default_scale, default_tolerance, transform_active
-from .reach import KeyBounds
+from .semantics.dropout import draw_seed
+from .semantics.problem import (
+    Operands,
+    Options,
+    Problem,
+    accumulating_dtype,
+    default_scale,
+    default_tolerance,
+    transform_active,
+)
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -216,8 +224,6 @@ def _operands(
         query_unbiased=marks[0],
         key_unbiased=marks[1],
         bound_norms=None if bounds is None else bounds.norms,
-        bound_centroids=None if bounds is None else bounds.centroids,
-        bound_radii=None if bounds is None else bounds.radii,
     )
 
 
@@ -270,21 +276,15 @@ def _bounds_block(bounds: KeyBounds) -> int:
         raise TypeError(f"key_bounds must come from linbias.key_bounds, got {type(bounds).__name__}")
     if check_count("key_bounds.block", bounds.block) < 1:
         raise ValueError(f"key_bounds.block must be at least 1, got {bounds.block}; recompute with linbias.key_bounds")
-    if (bounds.centroids is None) != (bounds.radii is None):
-        raise ValueError("key_bounds.centroids and key_bounds.radii must be given together, or neither")
     return bounds.block
 
 
 def _check_bounds(bounds: KeyBounds, key: Tensor, dtype: torch.dtype) -> None:
-    batch, kv_heads, keys, head_dim = key.shape
-    shape = (batch, kv_heads, -(-keys // bounds.block))
-    expected = {"norms": shape, "centroids": (*shape, head_dim), "radii": shape}
-    for name, wanted in expected.items():
-        if getattr(bounds, name) is None and name != "norms":
-            continue
-        tensor = check_tensor(f"key_bounds.{name}", getattr(bounds, name), key)
-        if tuple(tensor.shape) != wanted or tensor.dtype != dtype:
-            raise ValueError(
-                f"key_bounds.{name} must be {dtype} of shape {wanted} for this key and block={bounds.block}, "
-                f"got {tensor.dtype} of {tuple(tensor.shape)}; recompute with linbias.key_bounds"
-            )
+    batch, kv_heads, keys, _ = key.shape
+    wanted = (batch, kv_heads, -(-keys // bounds.block))
+    norms = check_tensor("key_bounds.norms", bounds.norms, key)
+    if tuple(norms.shape) != wanted or norms.dtype != dtype:
+        raise ValueError(
+            f"key_bounds.norms must be {dtype} of shape {wanted} for this key and block={bounds.block}, "
+            f"got {norms.dtype} of {tuple(norms.shape)}; recompute with linbias.key_bounds"
+        )

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .attention import Aux, attend
-from .checks import check_count, check_tensor, position_rows, readable, token_rows
 from .prepare import Request
-from .problem import Result
+from .semantics.checks import check_count, check_tensor, position_rows, readable, token_rows
+from .semantics.problem import Result
 
 
 def alibi_attention_varlen(  # noqa: PLR0913  (the public operations are exempt)
@@ -249,6 +249,7 @@ class _Padded:
         return Result(
             out=packed(result.out, 0.0),
             lse=packed(result.lse, -torch.inf),
+            lse_low=packed(result.lse_low, 0.0),
             skipped=packed(result.skipped, 0.0),
             computed=result.computed.sum(0, keepdim=True),
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from linbias import BackendUnavailable, alibi_attention, alibi_slopes
 from linbias.backends import native, reference
-from linbias.problem import Operands, Options, Problem, Result
+from linbias.semantics.problem import Operands, Options, Problem, Result
 from linbias.testing import PROBLEMS, Case, Judge, make_inputs
 from tests.ledger_calls import calls
 from tests.test_ledger import exactly
@@ -409,7 +409,7 @@ MEMORY = """
 import resource, sys, torch
 from linbias import BackendUnavailable, alibi_attention, alibi_slopes
 from linbias.backends import native, reference
-from linbias.problem import Operands, Options, Problem
+from linbias.semantics.problem import Operands, Options, Problem
 torch.set_num_threads(int(sys.argv[1]))
 heads, tokens, dim = 32, 8192, 32
 slopes = alibi_slopes(heads)[None]

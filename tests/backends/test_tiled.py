@@ -15,9 +15,9 @@ from linbias.backends import _tiled_fused, reference, tiled
 from linbias.backends._tiled_call import Call
 from linbias.backends._tiled_plan import bands, rectangles
 from linbias.backends.tiled import Plan
-from linbias.bias import dense_penalty, token_positions
+from linbias.semantics.blocks import dense_penalty, token_positions
 from linbias.prepare import Request, prepare
-from linbias.problem import Operands, Problem
+from linbias.semantics.problem import Operands, Problem
 from linbias.testing import Case, Judge, make_inputs
 from tests.every import why_not
 from tests.ledger_calls import calls, contents

@@ -7,7 +7,7 @@ import torch
 from linbias import alibi_slopes, reach
 from linbias.lab.config import InspectCommand
 from linbias.lab.heads import effective_context, heads_table, inspect_heads, vanishing_distance
-from linbias.problem import default_tolerance
+from linbias.semantics.problem import default_tolerance
 
 
 def test_case_k3_effective_context_is_the_inverse_of_the_slope():

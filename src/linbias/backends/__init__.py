@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import BackendUnavailable
 from ..prepare import Request, prepare
-from ..problem import Gradients, Operands, Problem, Result
+from ..semantics.problem import Gradients, Operands, Problem, Result
 from . import native, reference, tiled
 
 __all__ = ["Backend", "available", "check_name", "explain", "select"]
@@ -44,6 +44,7 @@ class Backend(Protocol):
         operands: Operands,
         out: Tensor,
         lse: Tensor,
+        lse_low: Tensor,
         grad_out: Tensor | None,
         grad_lse: Tensor | None,
         needs: tuple[bool, ...],

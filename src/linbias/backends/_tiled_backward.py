@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..problem import Gradients
+from ..semantics.problem import Gradients
 from ._tiled_call import Call, flat_heads, index, kv_index
 from ._tiled_pairs import Pairs, columns, keep, scores
 from ._tiled_plan import Rectangle

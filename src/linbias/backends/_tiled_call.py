@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..bias import token_positions
-from ..problem import Operands, Problem
+from ..semantics.blocks import token_positions
+from ..semantics.problem import Operands, Problem
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ fixed number of keys later, all tiles of a band are one batched call on an overl
 import torch
 from torch import Tensor
 
-from ..problem import Gradients, Problem
+from ..semantics.problem import Gradients, Problem
 from ._tiled_backward import Running
 from ._tiled_call import Call, index, kv_index
 from ._tiled_plan import Band, Bands
@@ -30,7 +30,7 @@ def available(problem: Problem) -> bool:
         and _BACKWARD is not None
         and problem.device.type == "cpu"
         and problem.head_dim == problem.value_dim > 0
-        and not problem.explicit_positions
+        and "query_positions" not in problem.features
         and options.metric is None
         and options.softcap is None
         and options.sinks == 0

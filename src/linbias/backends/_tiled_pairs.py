@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..dropout import keep_mask
+from ..semantics.dropout import keep_mask
 from ._tiled_call import Call, index, kv_index
 from ._tiled_plan import Rectangle, Runs
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._ledger import Visits
-from ..problem import Problem
+from ..semantics.problem import Problem
 
 Runs = tuple[tuple[int, int], ...]
 

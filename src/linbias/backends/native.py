@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendUnavailable
-from ..problem import Gradients, Operands, Problem, Result
+from ..semantics.problem import Gradients, Operands, Problem, Result
 
 NAME = "native"
 COMPOSITE = False
@@ -34,7 +34,7 @@ def why_not(problem: Problem) -> str | None:
         return "its kernels were not built, for want of a working C++17 compiler; reinstall linbias with one"
     if problem.dtype not in _DTYPES:
         return f"supports float32, float64, bfloat16 and float16, got {problem.dtype}"
-    if problem.transformed:
+    if "transformed" in problem.features:
         return "functorch gradients and forward mode need the reference backend"
     return None
 
@@ -47,8 +47,10 @@ def forward(problem: Problem, operands: Operands) -> Result:
     lse, skipped = operands.slopes.new_empty(*rows), operands.slopes.new_empty(*rows)
     computed = operands.query.new_empty(rows[:2], dtype=torch.int64)
     results = (out.data_ptr(), lse.data_ptr(), skipped.data_ptr(), computed.data_ptr())
-    _kernels().forward(_environment(problem), problem.options, _views(operands), results)
-    return Result(out, lse, skipped, computed)
+    _kernels().forward(
+        _environment(problem), problem.options, _views((*operands[:-1], None, None, operands[-1])), results
+    )
+    return Result(out, lse, torch.zeros_like(lse), skipped, computed)
 
 
 def backward(
@@ -56,6 +58,7 @@ def backward(
     operands: Operands,
     out: Tensor,
     lse: Tensor,
+    lse_low: Tensor,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     needs: tuple[bool, ...],
@@ -71,7 +74,9 @@ def backward(
     ]
     saved = _views((out, grad_out, lse, grad_lse))
     results = tuple(None if gradient is None else gradient.data_ptr() for gradient in gradients)
-    _kernels().backward(_environment(problem), problem.options, _views(operands), saved, results)
+    _kernels().backward(
+        _environment(problem), problem.options, _views((*operands[:-1], None, None, operands[-1])), saved, results
+    )
     # Slopes that the batch shares sum what the items found.
     for place, slopes in ((3, operands.slopes), (4, operands.future_slopes)):
         gradient = gradients[place]

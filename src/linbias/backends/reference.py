@@ -8,9 +8,9 @@ of any order, any dtype, any device. It shares nothing with the other backends b
 import torch
 from torch import Tensor
 
-from ..bias import dense_penalty, dense_visible, token_positions
-from ..dropout import keep_mask
-from ..problem import Gradients, Operands, Problem, Result
+from ..semantics.blocks import dense_penalty, dense_visible, token_positions
+from ..semantics.dropout import keep_mask
+from ..semantics.problem import Gradients, Operands, Problem, Result
 
 NAME = "reference"
 COMPOSITE = True
@@ -35,6 +35,7 @@ def forward(problem: Problem, operands: Operands) -> Result:
     return Result(
         out=out.to(problem.dtype),
         lse=lse_BHT,
+        lse_low=torch.zeros_like(lse_BHT),
         skipped=torch.zeros_like(lse_BHT),
         computed=torch.full((problem.batch, problem.heads), pairs, dtype=torch.int64, device=problem.device),
     )
@@ -50,6 +51,7 @@ def backward(
     operands: Operands,
     out: Tensor,
     lse: Tensor,
+    lse_low: Tensor,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     needs: tuple[bool, ...],

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from .._bounds import Keys, table_sizes
-from .._boxes import Boxes, gaps, maybe_visible
 from .._ledger import Visits, backward_visits, forward_visits, near_mass, rounded_mass
-from ..problem import Gradients, Operands, Problem, Result
-from ..reach import upper_norms
+from ..semantics._boxes import Boxes, gaps, maybe_visible
+from ..semantics.bounds import upper_norms
+from ..semantics.problem import Gradients, Operands, Problem, Result
 from . import _tiled_fused as fused
 from ._tiled_backward import Running, backward_piece
 from ._tiled_call import Call, batch_lanes, flat_heads
@@ -34,7 +34,7 @@ _SAFE_SCORE = 1e30
 
 def why_not(problem: Problem) -> str | None:
     """It runs everything but functorch's gradients."""
-    if problem.transformed:
+    if "transformed" in problem.features:
         return "its backward recomputes tile by tile, which functorch cannot differentiate"
     return None
 
@@ -60,6 +60,7 @@ def forward(problem: Problem, operands: Operands) -> Result:
     return Result(
         out=out.unflatten(0, shape).to(problem.dtype),
         lse=lse.unflatten(0, shape),
+        lse_low=torch.zeros_like(lse).unflatten(0, shape),
         skipped=skipped.unflatten(0, shape),
         computed=torch.tensor(computed, dtype=torch.int64, device=problem.device).view(shape),
     )
@@ -70,6 +71,7 @@ def backward(
     operands: Operands,
     out: Tensor,
     lse: Tensor,
+    lse_low: Tensor,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     needs: tuple[bool, ...],

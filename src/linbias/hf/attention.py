@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..attention import alibi_attention, alibi_attention_weights
-from ..bias import dense_visible, token_positions
 from ..prepare import Request, prepare
-from ..problem import Operands, Options
+from ..semantics.blocks import dense_visible, token_positions
+from ..semantics.problem import Operands, Options
 from .cache import AlibiCache
 from .growing import bounds_of, grow_in_place
 from .sight import Sight

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 from transformers.models.bloom import modeling_bloom as original
 
-from ..slopes import alibi_slopes
+from ..semantics.slopes import alibi_slopes
 from .attention import attend
 from .decoder import TESTED_VERSIONS, Decoder, decode, takes_cache
 from .families import Family

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..cache import KVCache
-from ..checks import readable
+from ..semantics.checks import readable
 from .sight import Sight, has_holes, pair_mask, token_mask
 
 _ONLY_PATCHED = (

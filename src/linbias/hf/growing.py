@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ..checks import unwatched
-from ..reach import KeyBounds, append_norms, key_bounds
+from ..semantics.bounds import KeyBounds, append_norms, key_bounds
+from ..semantics.checks import unwatched
 
 # Room for an eighth more: by then copying has cost each token eight others, and pages not written to cost nothing.
 _SHARE = 8
@@ -89,7 +89,7 @@ class GrowingLayer(DynamicLayer):
             keys = keys._replace(norms=norms, version=keys.whole._version)
             vars(self)["_grown"] = keys, values
         assert keys.norms is not None
-        return KeyBounds(keys.norms[:, :, : -(-tokens // _BLOCK)], None, None, _BLOCK)
+        return KeyBounds(keys.norms[:, :, : -(-tokens // _BLOCK)], _BLOCK)
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles take over: not the memory, which only one layer may write to."""

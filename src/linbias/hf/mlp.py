@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..checks import unwatched
+from ..semantics.checks import unwatched
 
 # Elements of one block's inner activation: 16 MiB in float32, which an allocator keeps and uses again.
 _BLOCK = 2**22

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import readable
+from ..semantics.checks import readable
 
 # Additive masks hide with finfo.min, -inf or -10000; anything between that and 0 is a bias, not a mask.
 _HIDDEN = -1e4

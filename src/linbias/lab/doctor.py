@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .. import backends
-from ..slopes import alibi_slopes
+from ..semantics.slopes import alibi_slopes
 from .environment import accelerators, machine, versions
 
 _EXTRAS = {

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..problem import default_tolerance
-from ..reach import reach
-from ..slopes import alibi_slopes
+from ..semantics.bounds import reach
+from ..semantics.problem import default_tolerance
+from ..semantics.slopes import alibi_slopes
 from .config import InspectCommand
 from .tables import align
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..attention import alibi_attention
-from ..slopes import alibi_slopes
+from ..semantics.slopes import alibi_slopes
 from .config import ModelConfig
 
 

@@ -16,7 +16,15 @@ from torch.nn import functional as F
 
 from ..attention import alibi_attention, alibi_attention_weights, merge
 from ..backends import check_name
-from ..checks import check_count, check_flag, check_share, check_tensor, check_tolerance, check_window, readable
+from ..semantics.checks import (
+    check_count,
+    check_flag,
+    check_share,
+    check_tensor,
+    check_tolerance,
+    check_window,
+    readable,
+)
 from ..varlen import alibi_attention_varlen
 from .slopes import Slopes
 

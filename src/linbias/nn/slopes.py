@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..checks import check_count, unwatched
-from ..slopes import SlopeRule, alibi_slopes
+from ..semantics.checks import check_count, unwatched
+from ..semantics.slopes import SlopeRule, alibi_slopes
 
 
 class Slopes(nn.Module):

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bias import dense_penalty, dense_visible, grid_positions, token_positions
 from ..prepare import Request, prepare
-from ..problem import Operands, Problem, accumulating_dtype
-from ..slopes import alibi_slopes
+from ..semantics.blocks import dense_penalty, dense_visible, grid_positions, token_positions
+from ..semantics.problem import Operands, Problem, accumulating_dtype
+from ..semantics.slopes import alibi_slopes
 from .cases import Case
 
 

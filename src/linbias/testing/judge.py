@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ..attention import Aux, alibi_attention
-from ..problem import accumulating_dtype
-from ..reach import key_bounds
+from ..semantics.bounds import key_bounds
+from ..semantics.problem import accumulating_dtype
 from .cases import Case
 from .inputs import Inputs, make_inputs
 from .recompute import recompute

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..bias import dense_penalty, token_positions
-from ..dropout import keep_mask
-from ..problem import Operands, Problem
+from ..semantics.blocks import dense_penalty, token_positions
+from ..semantics.dropout import keep_mask
+from ..semantics.problem import Operands, Problem
 from .inputs import Inputs, seen, visible_pairs
 
 

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ...attention import alibi_attention
 from ...cache import KVCache
-from ...slopes import alibi_slopes
+from ...semantics.slopes import alibi_slopes
 from .inputs import DIM, HEADS, Content, normal
 from .record import Figure, Found
 from .timing import Call, in_turns, read_bandwidth, wall_seconds

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...slopes import alibi_slopes
+from ...semantics.slopes import alibi_slopes
 from ..config import ModelConfig, TrainConfig
 from ..data import load_corpus
 from ..positions import Positions

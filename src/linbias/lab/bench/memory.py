@@ -74,7 +74,7 @@ def peak_mib() -> float:
 
 
 def _grown(contender: Contender, length: int, batch: int, heads: int, training: bool) -> float:
-    from ...slopes import alibi_slopes
+    from ...semantics.slopes import alibi_slopes
 
     query, key, value = qkv = tuple(torch.ones(batch, heads, length, DIM, requires_grad=training) for _ in range(3))
     grad = torch.ones(batch, heads, length, DIM)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ...attention import alibi_attention
-from ...bias import alibi_bias
+from ...semantics.blocks import alibi_bias
 from .inputs import Content
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

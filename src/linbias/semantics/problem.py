@@ -50,43 +50,43 @@ class Operands(NamedTuple):
     """(b, S) bool; True: this key gives no bias."""
     bound_norms: Tensor | None = None
     """(B, G, ceil(S / block)): an upper bound of the key norms of each block, which a caller keeps beside a cache."""
-    bound_centroids: Tensor | None = None
-    """(B, G, ceil(S / block), D): the mean key of each block."""
-    bound_radii: Tensor | None = None
-    """(B, G, ceil(S / block)): an upper bound of the distances from the centroid; given when centroids are."""
     seed: Tensor | None = None
     """() int64: key of the dropout generator; given exactly when dropout_p > 0."""
 
 
 class Options(NamedTuple):
-    """The numbers of one call, all resolved."""
+    """The numbers of one call, all resolved. A default here is the neutral value, which changes nothing."""
 
-    causal: bool
+    causal: bool = False
     """Keys later than the query are hidden."""
-    left: int | None
+    left: int | None = None
     """How far back a query sees, inclusive; None: all the way."""
-    right: int | None
+    right: int | None = None
     """How far ahead a query sees, inclusive; None: all the way."""
-    sinks: int
+    sinks: int = 0
     """Keys of rank below this escape the window."""
-    prefix: int
+    prefix: int = 0
     """Keys of rank below this escape `causal`."""
-    metric: str | None
+    metric: str | None = None
     """None for one-dimensional positions, or "euclidean", "manhattan"."""
-    scale: float
+    scale: float = 1.0
     """Multiplies the dot product."""
-    softcap: float | None
+    softcap: float | None = None
     """cap(x) = softcap * tanh(x / softcap); None: none."""
-    dropout_p: float
+    dropout_p: float = 0.0
     """The chance that a pair is dropped from the output."""
-    tolerance: float
+    tolerance: float = 0.0
     """Largest share of a row's softmax weight that skipped keys may hold."""
-    bounds_block: int
+    bounds_block: int = 0
     """Keys per block of the key bounds; 0 when there are none."""
 
 
 OPERAND_NAMES = Operands._fields
 OPTION_NAMES = Options._fields
+_OPTIONAL = tuple(Operands._field_defaults)
+_NEUTRAL = Options()
+FEATURES = frozenset((*_OPTIONAL, *OPTION_NAMES, "transformed"))
+"""All that `Problem.features` can hold."""
 
 
 def accumulating_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -107,16 +107,20 @@ class Problem(NamedTuple):
     keys: int
     head_dim: int
     value_dim: int
-    explicit_positions: bool
-    """Positions are tensors rather than the default aligned ranges."""
-    transformed: bool
-    """A functorch gradient or forward-mode transform is active."""
+    features: frozenset[str]
+    """What the call uses: the optional fields of `Operands` that are given, the fields of `Options` that are not
+    neutral, and "transformed" under a functorch gradient or forward-mode transform. A backend runs what it names."""
 
     @staticmethod
     def of(operands: Operands, options: Options, *, transformed: bool = False) -> "Problem":
         """Collect the facts; `operands` are already validated."""
         batch, heads, queries, head_dim = operands.query.shape
         kv_heads, keys, value_dim = operands.value.shape[1:]
+        given = zip(_OPTIONAL, operands[-len(_OPTIONAL) :], strict=True)
+        used = [name for name, tensor in given if tensor is not None]
+        used += [name for name, a, b in zip(OPTION_NAMES, options, _NEUTRAL, strict=True) if a != b]
+        if transformed:
+            used.append("transformed")
         return Problem(
             options=options,
             device=operands.query.device,
@@ -128,8 +132,7 @@ class Problem(NamedTuple):
             keys=keys,
             head_dim=head_dim,
             value_dim=value_dim,
-            explicit_positions=operands.query_positions is not None,
-            transformed=transformed,
+            features=frozenset(used),
         )
 
     @property
@@ -150,6 +153,9 @@ class Result(NamedTuple):
     """(B, H, T, V), the query's dtype, rounded once."""
     lse: Tensor
     """(B, H, T), accumulating dtype, natural log; -inf where nothing is visible."""
+    lse_low: Tensor
+    """(B, H, T), accumulating dtype: the digits that `lse` drops, so that backward knows ``exp(score - lse - lse_low)``
+    however large lse is. ``lse`` is the sum, rounded."""
     skipped: Tensor
     """(B, H, T), accumulating dtype: proven bound of the skipped share of the row's weight, <= tolerance."""
     computed: Tensor

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .bias import token_positions
+from .blocks import token_positions
 from .problem import Operands, Options
 
 # Coordinates are differences of rounded numbers; positions on a line are integers and exact.

@@ -29,25 +29,16 @@ class KeyBounds(NamedTuple):
 
     norms: Tensor
     """(B, G, ceil(S / block)): the largest key norm of the block, never below the true one."""
-    centroids: Tensor | None
-    """(B, G, ceil(S / block), D): the block's mean key; None: bound by norms alone."""
-    radii: Tensor | None
-    """(B, G, ceil(S / block)): the largest distance from the centroid, never below the true one."""
     block: int
     """Keys a block."""
 
 
-def key_bounds(key: Tensor, block: int = 64, *, centroids: bool = False) -> KeyBounds:
-    """Bounds for each block of ``block`` keys: norms, and optionally centroids and radii.
-
-    A score is at most ``|scale| |q| norm``, and at most ``scale <q, centroid> + |scale| |q| radius``; the second is the
-    tighter where the keys of a block resemble each other. Of the backends, ``tiled`` uses centroids; the others go by
-    the norms.
+def key_bounds(key: Tensor, block: int = 64) -> KeyBounds:
+    """The largest norm of each block of ``block`` keys: a score of the block is at most ``|scale| |q| norm``.
 
     Args:
         key: (B, G, S, D), floating.
         block: keys a block, >= 1; the last block may hold fewer.
-        centroids: also compute centroids and radii.
 
     Returns:
         `KeyBounds` in the accumulating dtype: float64 for float64, else float32. A NaN or infinite key gives a NaN or
@@ -65,17 +56,7 @@ def key_bounds(key: Tensor, block: int = 64, *, centroids: bool = False) -> KeyB
     if check_count("block", block) < 1:
         raise ValueError(f"block must be at least 1, got {block}; 64 is a good size")
     norms = in_tiles(upper_norms(key).flatten(0, 1), block, 0.0).amax(-1).unflatten(0, key.shape[:2])
-    if not centroids:
-        return KeyBounds(norms, None, None, block)
-    wide = key.to(norms.dtype)
-    blocks = in_tiles(wide.flatten(0, 1), block, 0.0)
-    sizes = in_tiles(torch.ones_like(wide[0, :1, :, 0]), block, 0.0).sum(-1) if wide.numel() else norms.new_ones(1)
-    centers = (blocks.sum(2) / sizes[..., None]).unflatten(0, key.shape[:2])
-    # The subtraction rounds each coordinate by at most eps times the coordinate it started from.
-    slack = 2 * torch.finfo(norms.dtype).eps * norms
-    spread = upper_norms(wide - centers.repeat_interleave(block, 2)[:, :, : key.shape[2]])
-    radii = in_tiles(spread.flatten(0, 1), block, 0.0).amax(-1).unflatten(0, key.shape[:2]) + slack
-    return KeyBounds(norms, centers, radii, block)
+    return KeyBounds(norms, block)
 
 
 def append_norms(norms: Tensor, start: int, key: Tensor, block: int) -> None:
