@@ -3,6 +3,7 @@
 // accounts cannot prove negligible. Five products a tile pair, one pass:
 //
 //     S = Q K^T   dP = dO V^T   dV += P^T dO   dK += dS^T Q   dQ += dS K      dS = P (dP - rowsum(dO O) + dlse)
+//     P = exp((score - lse) - lse_low)
 //
 // dQ stays with the row tile. dK and dV are summed in memory that belongs to the share alone, so that the result does
 // not depend on which worker did what.
@@ -93,12 +94,12 @@ class BackwardWorker : Walk<C> {
     const C lse = *back.lse.template as<C>().at(b, h, i);
     if (lse == -kInf<C>) {
       // A fully masked row: zeros, so that no content of it reaches a product.
-      lse_[r] = kInf<C>;
+      lse_[r] = kInf<C>, lse_low_[r] = 0;
       std::memset(query_row(r), 0, static_cast<std::size_t>(call_->D) * sizeof(C));
       std::memset(grad, 0, static_cast<std::size_t>(V) * sizeof(C));
       return;
     }
-    lse_[r] = lse;
+    lse_[r] = lse, lse_low_[r] = *back.lse_low.template as<C>().at(b, h, i);
     const Codec<C>& codec = shared_->codec;
     Base::read_query(r, shared_->bounds.active());
     if (back.grad_out) {
@@ -161,16 +162,16 @@ class BackwardWorker : Walk<C> {
     return true;
   }
 
-  // p_ row: from dot products to score - lse, -inf where hidden.
+  // p_ row: from dot products to score - lse - lse_low, -inf where hidden.
   template <Form F>
   void exponents(const Line<F>& line, int s, int r, int begin, int end, C* peak) {
     const int row = s * kStrip + r;
     C* p = p_row(row);
     C* dcap = call_->has_softcap ? dcap_.data() + r * kTile : nullptr;
-    const Vec<C> lse = splat<C>(lse_[row]);
+    const Vec<C> lse = splat<C>(lse_[row]), low = splat<C>(lse_low_[row]);
     Vec<C> best = splat<C>(-kInf<C>);
     for (int j = begin; j < end; j += kLanes<C>) {
-      const Vec<C> x = line(load<C>(p + j), r, j, dcap ? dcap + j : nullptr) - lse;
+      const Vec<C> x = line(load<C>(p + j), r, j, dcap ? dcap + j : nullptr) - lse - low;
       store<C>(p + j, x);
       best = max_keep<C>(x, best);
     }
@@ -327,7 +328,7 @@ class BackwardWorker : Walk<C> {
   int64_t head_ = -1;  // whose rows the keys' account is about
   Account<C> account_;
   Buffer<C> grad_out_, grad_query_, ds_, dcap_, spare_;
-  C lse_[kRows], delta_[kRows];
+  C lse_[kRows], lse_low_[kRows], delta_[kRows];
   bool gives_bias_[kRows];
   uint32_t started_ = 0;  // strips whose rows of grad_query_ hold something
 };

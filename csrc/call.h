@@ -38,6 +38,9 @@ struct Array<void> {
   const void* data = nullptr;
   int64_t stride[4] = {0, 0, 0, 0};
 
+  Array() = default;
+  template <class X>
+  Array(const Array<X>& typed) : data(typed.data), stride{typed.stride[0], typed.stride[1], typed.stride[2], typed.stride[3]} {}
   explicit operator bool() const { return data != nullptr; }
   const char* at(int64_t bytes, int64_t a, int64_t b = 0, int64_t c = 0) const {
     return static_cast<const char*>(data) + (a * stride[0] + b * stride[1] + c * stride[2]) * bytes;
@@ -48,7 +51,7 @@ struct Array<void> {
   }
 };
 
-// The tensors and numbers of linbias.problem.Operands and Options.
+// The tensors and numbers of linbias.semantics.problem.Operands and Options.
 struct Call {
   DType dtype = DType::f32;
   int64_t B = 0, H = 0, G = 0, T = 0, S = 0, D = 0, V = 0, C = 0;
@@ -83,6 +86,7 @@ struct Call {
 struct ForwardResult {
   void* out = nullptr;          // (B, H, T, V), dtype
   void* lse = nullptr;          // (B, H, T), accumulating dtype
+  void* lse_low = nullptr;      // (B, H, T), accumulating dtype: what rounding takes from lse
   void* skipped = nullptr;      // (B, H, T), accumulating dtype
   int64_t* computed = nullptr;  // (B, H)
 };
@@ -90,7 +94,7 @@ struct ForwardResult {
 // What backward reads beside the call, and what it writes; a null gradient was not asked for. Contiguous results.
 struct BackwardCall {
   Array<void> out, grad_out;   // (B, H, T, V), dtype; grad_out null: zero
-  Array<void> lse, grad_lse;   // (B, H, T), accumulating dtype; grad_lse null: zero
+  Array<void> lse, lse_low, grad_lse;  // (B, H, T), accumulating dtype; grad_lse null: zero
   void* grad_query = nullptr;  // (B, H, T, D), dtype
   void* grad_key = nullptr;    // (B, G, S, D), dtype
   void* grad_value = nullptr;  // (B, G, S, V), dtype

@@ -324,10 +324,19 @@ class ForwardWorker : Walk<C> {
       const int64_t index = (rows_.b * H + rows_.head[row]) * T + rows_.query[row];
       const bool empty = fully_masked || !(started_ >> (row / kStrip) & 1);
       write_row(out_.data() + row * width, C(shared_->dropout.scale()) / row_sum, empty, index);
-      static_cast<C*>(result_.lse)[index] = fully_masked ? -kInf<C> : ledger_.row_max[i] + std::log(row_sum);
+      write_lse(index, ledger_.row_max[i], row_sum);
       static_cast<C*>(result_.skipped)[index] = fully_masked ? C(0) : ledger_.spent[i] / row_sum;
     }
     count_pairs();
+  }
+
+  // log(row_sum) + row_max in two numbers, the first of which is the sum, rounded. In double, and for double with the
+  // rounding of the sum itself (Knuth's TwoSum), so that backward finds the weights that forward had, however large lse.
+  void write_lse(int64_t index, C row_max, C row_sum) const {
+    const double a = double(row_max), b = std::log(double(row_sum)), sum = a + b, of_b = sum - a;
+    const C lse = C(sum), low = C((sum - double(lse)) + ((a - (sum - of_b)) + (b - of_b)));
+    static_cast<C*>(result_.lse)[index] = row_sum == 0 ? -kInf<C> : lse;
+    static_cast<C*>(result_.lse_low)[index] = std::fabs(lse) < kInf<C> && row_sum != 0 ? low : C(0);
   }
 
   void write_row(const C* sum, C factor, bool empty, int64_t index) const {

@@ -17,7 +17,16 @@ from torch import Tensor
 
 from linbias import BackendUnavailable, alibi_attention, alibi_slopes
 from linbias.backends import native, reference
-from linbias.semantics.problem import Operands, Options, Problem, Result
+from linbias.semantics.problem import (
+    FEATURES,
+    OPERAND_NAMES,
+    OPTION_NAMES,
+    Gradients,
+    Operands,
+    Options,
+    Problem,
+    Result,
+)
 from linbias.testing import PROBLEMS, Case, Judge, make_inputs
 from tests.ledger_calls import calls
 from tests.test_ledger import exactly
@@ -212,13 +221,13 @@ def test_backward_skips_no_more_than_the_tolerance_of_a_row_or_a_key(
     exact = reference.forward(problem, operands)
     more = (torch.zeros_like(operands.query[..., :1]), torch.ones_like(operands.key[..., :1]))
     wide = operands._replace(query=torch.cat((operands.query, more[0]), -1), key=torch.cat((operands.key, more[1]), -1))
-    problem, tau = Problem.of(wide, problem.options), problem.options.tolerance
+    problem, tau, saved = Problem.of(wide, problem.options), problem.options.tolerance, exact[:3]
     needs = (True, True, True, slopes_too, slopes_too and wide.future_slopes is not None)
     before = torch.get_num_threads()
     torch.set_num_threads(parts)
     try:
-        of_out = native.backward(problem, wide, exact.out, exact.lse, torch.ones_like(exact.out), None, needs)
-        of_lse = native.backward(problem, wide, exact.out, exact.lse, None, torch.ones_like(exact.lse), needs)
+        of_out = native.backward(problem, wide, *saved, torch.ones_like(exact.out), None, needs)
+        of_lse = native.backward(problem, wide, *saved, None, torch.ones_like(exact.lse), needs)
     finally:
         torch.set_num_threads(before)
     weights = reference.weights(*exactly(*call))
@@ -429,7 +438,7 @@ def call(tokens):
     spare = torch.ones(3, heads, tokens, dim)  # as large as the gradients
     del spare
     before = peak()
-    native.backward(problem, operands, result.out, result.lse, q, None, (True, True, True, False, False))
+    native.backward(problem, operands, *result[:3], q, None, (True, True, True, False, False))
     return max(forward, peak() - before)
 call(64)
 print(call(tokens))
@@ -450,7 +459,7 @@ def test_why_not_names_its_reason():
     assert native.why_not(problem) is None
     assert "CPU tensors" in str(native.why_not(problem._replace(device=torch.device("meta"))))
     assert "float32" in str(native.why_not(problem._replace(dtype=torch.float8_e4m3fn)))
-    assert "reference" in str(native.why_not(problem._replace(transformed=True)))
+    assert "reference" in str(native.why_not(problem._replace(features=problem.features | {"transformed"})))
 
 
 # --- found by attack -------------------------------------------------------------------------------------------------
@@ -570,12 +579,50 @@ def test_units_and_fuzz_under_sanitizers(sanitizers: str, tmp_path: Path):
     assert done.returncode == 0, done.stdout
 
 
-def test_kernels_of_other_sources_are_refused_by_name(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(native, "_INTERFACE", -1)
+@pytest.mark.parametrize(
+    ("known", "reason"),
+    [
+        (("_REPLACED", ()), "KeyError: 'query'"),  # a name that the kernels need is missing
+        (("SUPPORTS", frozenset({"causal", "telepathy"})), "know nothing of telepathy"),  # one that they do not know
+    ],
+)
+def test_kernels_of_other_sources_are_refused_by_name(
+    known: tuple[str, object], reason: str, monkeypatch: pytest.MonkeyPatch
+):
+    name, value = known
+    monkeypatch.setattr(native, "OPERAND_NAMES" if name == "_REPLACED" else name, value)
     native._kernels.cache_clear()
-    query = torch.zeros(1, 1, 3, 4)
     try:
-        with pytest.raises(BackendUnavailable, match="interface -1, got .* make setup"):
-            alibi_attention(query, query, query, alibi_slopes(1), causal=True, backend="native")
+        with pytest.raises(BackendUnavailable, match=f"{reason}.* make setup"):
+            run(operands_of(1, 1, 3, 4))
     finally:
         native._kernels.cache_clear()
+
+
+def test_the_kernels_read_what_native_says_it_supports_and_nothing_else():
+    names = native._kernels().bind(
+        Tensor.__dlpack_c_exchange_api__, OPERAND_NAMES, OPTION_NAMES, Result._fields, Gradients._fields
+    )
+    given = set(names) - {"query", "key", "value", "slopes"} - set(Result._fields)
+    assert given == native.SUPPORTS
+    assert native.SUPPORTS <= FEATURES
+
+
+def test_fields_are_found_by_name_whatever_their_order():
+    operands = operands_of(2, 1, 30, 40)
+    wanted = run(operands)
+    kernels = native._kernels()
+    try:
+        names = (OPERAND_NAMES[::-1], OPTION_NAMES[::-1], Result._fields[::-1], Gradients._fields)
+        kernels.bind(Tensor.__dlpack_c_exchange_api__, *names)
+        found = Result(*(torch.full_like(tensor, -1) for tensor in wanted))
+        kernels.forward(operands[::-1], options()[::-1], found[::-1], 1, "")
+    finally:
+        native._kernels.cache_clear()
+        native._kernels()
+    assert_same_bits(found, wanted)
+
+
+def test_a_feature_of_tomorrow_is_refused():
+    problem = Problem.of(operands_of(2, 1, 3, 5), options())
+    assert native.why_not(problem._replace(features=problem.features | {"telepathy"})) == "does not support telepathy"
