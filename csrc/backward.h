@@ -221,7 +221,7 @@ class BackwardWorker : Walk<C> {
       const Mask<C> visible = ~(x == -kInf<C>);
       if constexpr (F == Form::examined) ds = bits_and<C>(ds, visible);
       store<C>(p_line + j, kept);
-      if (sloped) add_slope_terms(line, ds, r, j, past, future);
+      if (sloped) add_slope_terms(line, ds, visible, r, j, past, future);
       if (capped) ds *= load<C>(dcap_.data() + r * kTile + j);
       // Again: the cap's derivative at a hidden key may be NaN.
       if constexpr (F == Form::examined) ds = bits_and<C>(ds, visible);
@@ -233,11 +233,12 @@ class BackwardWorker : Walk<C> {
   }
 
   template <Form F>
-  LINBIAS_INLINE void add_slope_terms(const Line<F>& line, Vec<C> ds, int r, int j, Vec<C>& past, Vec<C>& future) const {
+  LINBIAS_INLINE void add_slope_terms(const Line<F>& line, Vec<C> ds, Mask<C> visible, int r, int j, Vec<C>& past,
+                                      Vec<C>& future) const {
     const Vec<C> back = line.examine.back(r, line.strip * kStrip + r, j);
     Vec<C> term = ds * absolute<C>(back);
-    // Outside the strip's range or hidden, ds is 0 and distances are finite.
-    if constexpr (F == Form::examined) term = bits_and<C>(term, ~load_mask<C>(keys_.unbiased + j));
+    // ds is 0 where hidden, but a hidden key may stand at NaN.
+    if constexpr (F == Form::examined) term = bits_and<C>(term, visible & ~load_mask<C>(keys_.unbiased + j));
     const Mask<C> later = back < C(0);
     past += bits_and<C>(term, ~later), future += bits_and<C>(term, later);
   }

@@ -37,7 +37,7 @@ class ForwardWorker : Walk<C> {
     begin(unit);
     plan();
     visit_survivors();
-    finish();
+    finish(unit);
   }
 
   // The same in three steps, where there are fewer row tiles than threads: the nearest tiles and the plan; parts of what
@@ -62,8 +62,8 @@ class ForwardWorker : Walk<C> {
     for (int row = 0; row < rows_.rows; ++row) merge_row(row, partials, count);
     for (int64_t p = 0; p < count; ++p)
       for (int s = 0; s < rows_.strips; ++s) computed_[s] += partials[p].computed[s];
-    started_ = (uint32_t(1) << rows_.strips) - 1;
-    finish();
+    started_ = Base::all_strips();
+    finish(unit);
   }
 
  private:
@@ -114,7 +114,7 @@ class ForwardWorker : Walk<C> {
   void visit(const Node<C>& node) {
     Base::begin_keys(Base::span_of(0, node.index), node.index);
     no_rescale_ = 0;
-    if (shared_->bounds.norms()) no_rescale_ = ledger_.no_rescale(shared_->bounds.rho(rows_.b, rows_.g, node.index));
+    if (shared_->bounds.norms() && room_ == 1) no_rescale_ = ledger_.no_rescale(shared_->bounds.rho(rows_.b, rows_.g, node.index));
     trim(node);
     uint32_t active = 0;
     for (int s = 0; s < rows_.strips; ++s)
@@ -175,6 +175,7 @@ class ForwardWorker : Walk<C> {
       weigh_rescaled(s, begin, end, peak);
     }
     if (shared_->dropout.active()) drop(s, begin, end);
+    if (room_ != 1) make_room(s, begin, end);
     return true;
   }
 
@@ -257,6 +258,11 @@ class ForwardWorker : Walk<C> {
     }
   }
 
+  void make_room(int s, int begin, int end) {
+    for (int r = s * kStrip; r < s * kStrip + rows_.strip_rows(s); ++r)
+      for (int j = begin; j < end; ++j) score_row(r)[j] *= room_;
+  }
+
   // out += weights * values, for the strips in `active`.
   void accumulate(int64_t tile, uint32_t active) {
     constexpr int W = kPanel<C>;
@@ -315,7 +321,7 @@ class ForwardWorker : Walk<C> {
     ledger_.row_max[i] = row_max, ledger_.row_sum[i] = row_sum, ledger_.spent[i] = spent;
   }
 
-  void finish() {
+  void finish(int64_t unit) {
     const int64_t T = call_->T, H = call_->H, width = shared_->value_width;
     for (int row = 0; row < rows_.rows; ++row) {
       const int i = Ledger<C>::at(row);
@@ -323,11 +329,32 @@ class ForwardWorker : Walk<C> {
       const bool fully_masked = row_sum == 0;
       const int64_t index = (rows_.b * H + rows_.head[row]) * T + rows_.query[row];
       const bool empty = fully_masked || !(started_ >> (row / kStrip) & 1);
-      write_row(out_.data() + row * width, C(shared_->dropout.scale()) / row_sum, empty, index);
+      write_row(out_.data() + row * width, C(shared_->dropout.scale()) / row_sum / room_, empty, index);
+      if (room_ != 1) continue;  // the rest is written
       write_lse(index, ledger_.row_max[i], row_sum);
       static_cast<C*>(result_.skipped)[index] = fully_masked ? C(0) : ledger_.spent[i] / row_sum;
     }
+    if (room_ != 1) return;
     count_pairs();
+    if (overflowed()) redo(unit);
+  }
+
+  // Weights are at most e^20 and S of them are summed, so values near the end of the range may overflow. The outputs of
+  // such a tile are made again, with weights of at most 1 / S.
+  void redo(int64_t unit) {
+    for (int64_t keys = call_->S; keys > 0; keys /= 2) room_ /= 2;
+    run(unit);
+    room_ = 1;
+  }
+
+  // Or values are not finite.
+  bool overflowed() const {
+    Vec<C> zero = {};  // NaN once a term is not finite
+    for (int row = 0; row < rows_.rows; ++row)
+      if (started_ >> (row / kStrip) & 1)
+        for (int64_t d = 0; d < shared_->value_width; d += kLanes<C>)
+          zero += load<C>(out_.data() + row * shared_->value_width + d) * C(0);
+    return sum_lanes<C>(zero) != 0;
   }
 
   // log(row_sum) + row_max in two numbers, the first of which is the sum, rounded. In double, and for double with the
@@ -366,6 +393,7 @@ class ForwardWorker : Walk<C> {
   int64_t next_tile_ = -1;  // the tile to be visited after this one, as far as known
   Buffer<C> out_, spare_;
   C scale_[kRows] = {};
+  C room_ = 1;  // what weights are multiplied by, a power of 2
   bool rescaled_[kStrips];
   int64_t computed_[kStrips];
   uint32_t started_ = 0;     // strips whose rows of out_ hold something

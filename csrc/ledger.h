@@ -123,10 +123,9 @@ struct JudgedRows {
   static constexpr int N = kStrip * kStrips;
   static constexpr int at(int row) { return row % kStrip * kStrips + row / kStrip; }
 
-  // Bounds of |scale| |q_i| and of a capped score: both infinite where nothing may be skipped, since a finite cap would
-  // make a finite bound of an infinite norm.
-  alignas(64) C norm[N], cap[N];
+  alignas(64) C norm[N];  // bounds of |scale| |q_i|; infinite where nothing may be skipped
   alignas(64) C position[N], past[N], future[N];
+  C cap = 0;             // bound of a capped score
   bool looking = false;  // computed scores may prove a tile negligible
   bool judging = false;  // and so may norms
 
@@ -139,13 +138,13 @@ struct JudgedRows {
     looking = bounds.active() && some, judging = looking && bounds.norms();
     if (!bounds.norms()) return;
     constexpr C shrink = 1 - C(1e-6);  // the product slope * distance is rounded; the bound must not gain by it
-    for (int i = 0; i < N; ++i) norm[i] = cap[i] = position[i] = past[i] = future[i] = 0;
+    cap = bounds.softcap();
+    for (int i = 0; i < N; ++i) norm[i] = position[i] = past[i] = future[i] = 0;
     for (int row = 0; row < rows.rows; ++row) {
       const int i = at(row);
       // A negative slope rewards distance; a slope of NaN says nothing.
       const bool bounded = rows.past[row] >= 0 && (!reaches_future || rows.future[row] >= 0);
       norm[i] = bounded ? norms[row] * bounds.norm_scale() : kInf<C>;
-      cap[i] = bounded ? bounds.softcap() : kInf<C>;
       position[i] = rows.relative[row];
       past[i] = rows.past[row] * shrink, future[i] = rows.future[row] * shrink;
     }
@@ -184,7 +183,9 @@ struct JudgedRows {
 
   // The most that rows i, i + 1, ... can score against a key of norm rho before the bias.
   LINBIAS_INLINE Vec<C> limit(int i, C rho) const {
-    return min_keep<C>(load<C>(cap + i), load<C>(norm + i) * rho);
+    const Vec<C> content = load<C>(norm + i) * rho;
+    // A soft cap bounds what is finite, but a product that holds infinity may be NaN.
+    return content < kInf<C> ? min_keep<C>(splat<C>(cap), content) : content;
   }
 
   // The strips for all of whose rows `fits(i)` holds, where vector i has one row of several strips.
@@ -257,7 +258,8 @@ struct Ledger : JudgedRows<C> {
   // Strips whose scores against keys of norm `rho` exceed no row's maximum by more than exp can take in its stride: they
   // need not be rescaled. Rows without a maximum yet are not among them.
   uint32_t no_rescale(C rho) const {
-    // e^20 lets 1,000 values of 1e26 add up in float; less would make strips of ordinary keys look for a new maximum.
+    // Less than e^20 would make strips of ordinary keys look for a new maximum. Sums of values from 1e26 on may overflow
+    // and are then done again, see ForwardWorker::redo.
     constexpr C most = 20;
     return Base::strips_where([&](int i) __attribute__((always_inline)) -> Mask<C> {
       return this->limit(i, rho) - load<C>(row_max + i) <= most;
@@ -270,13 +272,12 @@ struct Ledger : JudgedRows<C> {
     if (!looking) return false;
     const RowSpan& strip = rows.strip[s];
     const int64_t back = minus(strip.low, keys.high), ahead = minus(keys.low, strip.high);
-    const bool spatial = rows.coordinates.size() > 0;
-    const C distance = C(greater<int64_t>(0, greater(back, ahead)));
+        const C distance = C(greater<int64_t>(0, greater(back, ahead)));
     for (int r = 0; r < rows.strip_rows(s); ++r) {
       const int i = r * kStrips + s;
       const C slope = back >= ahead ? rows.past[s * kStrip + r] : rows.future[s * kStrip + r];
       // 4: log kTile, less the few units by which scores may all be lower than 0.
-      if (!spatial && !(row_max[i] + slope * distance > -bounds->log_tolerance() - C(4))) return false;
+      if (!rows.spatial && !(row_max[i] + slope * distance > -bounds->log_tolerance() - C(4))) return false;
     }
     return true;
   }

@@ -51,6 +51,7 @@ struct RowTile {
   alignas(64) C relative[kRows];
   int64_t origin = 0;
   RowSpan span, strip[kStrips];
+  bool spatial = false;   // rows have coordinates instead of positions
   bool compact = true;    // the tile's positions lie close together, so that `relative` is exact
   bool biased = false;    // some slope is not 0
   bool same_sides = true; // past and future slopes agree in every row
@@ -83,7 +84,7 @@ struct RowTile {
 
  private:
   void read_rows(const Call& call) {
-    const bool spatial = call.metric != Metric::none;
+    spatial = call.metric != Metric::none;
     const Array<int64_t> positions = call.query_positions.as<int64_t>();
     biased = special = false, same_sides = true;
     C m = 0, f = 0;

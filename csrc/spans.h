@@ -31,7 +31,7 @@ struct KeySpan {
   bool rising = true;     // positions strictly increase in storage order, so distances to one side are distinct
 
   // Key j of the node stands at low + j: what a causal or windowed row sees is a range of j.
-  bool consecutive() const { return rising && alive == total && high - low + 1 == total; }
+  bool consecutive() const { return rising && alive == total && minus(high, low) == total - 1; }
 
   void add(int64_t position, int64_t segment, int64_t rank, bool no_bias) {
     rising = rising && (alive == 0 || position > high);

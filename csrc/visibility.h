@@ -86,14 +86,14 @@ struct Range {
 inline Range visible_range(const Call& call, const RowSpan& strip, const KeySpan& keys, int count) {
   Range range{0, count};
   if (call.metric != Metric::none || !keys.consecutive()) return range;
+  const int64_t ahead = minus(strip.high, keys.low);  // may be the largest number there is
   if (call.causal && keys.rank_low >= call.prefix)
-    range.last = int(greater<int64_t>(0, lesser<int64_t>(count, minus(strip.high, keys.low) + 1)));
+    range.last = ahead >= count ? count : int(greater<int64_t>(0, ahead + 1));
   if (keys.rank_low < call.sinks) return range;
   if (call.left != kUnlimited)
     range.first = int(greater<int64_t>(0, lesser<int64_t>(count, minus(minus(strip.low, keys.low), call.left))));
   if (call.right != kUnlimited) {
-    int64_t ahead = minus(strip.high, keys.low);  // ahead + right + 1 without overflow
-    int64_t last = ahead > count - call.right - 1 ? count : ahead + call.right + 1;
+    const int64_t last = ahead > count - call.right - 1 ? count : ahead + call.right + 1;
     range.last = int(greater<int64_t>(0, lesser<int64_t>(range.last, last)));
   }
   return range;
