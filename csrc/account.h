@@ -84,7 +84,7 @@ struct Account : JudgedRows<C> {
   // Of the strips in the node's mask, those that may skip its keys; their rows and its keys are charged.
   uint32_t judge(const RowTile<C>& rows, const KeySpan& span, const Node<C>& node, C rho) {
     const typename Base::Place place = Base::place(rows, span, node.distance);
-    const Vec<C> n = splat<C>(count(node.level));
+    const Vec<C> n = splat<C>(C(Bounds<C>::keys_of(node.level)));
     alignas(64) C total[N], share[N];
     const uint32_t fit = node.mask & Base::strips_where([&](int i) __attribute__((always_inline)) -> Mask<C> {
       const typename Base::Reach to = this->reach(i, place, rho);
@@ -135,12 +135,6 @@ struct Account : JudgedRows<C> {
   }
 
  private:
-  static C count(int level) {
-    C n = kTile;
-    for (; level > 0; --level) n *= kFan;
-    return n;
-  }
-
   // gamma: no more than n keys, nor than an endless geometric tail.
   static Vec<C> ranks(Vec<C> slope, Vec<C> n) {
     // 1 / (1 - e^-m) <= 1 + 1 / m.

@@ -50,7 +50,7 @@ class BackwardWorker : Walk<C> {
   void reset(const BackShared<C>& shared, int64_t slots) {
     Base::reset(shared, slots, as_rows | as_panels, as_panels);
     shared_ = &shared;
-    const int64_t rows = tile_capacity(shared.call, shared.tiling);
+    const int64_t rows = shared.tiling.capacity();
     grad_out_.reset(rows * shared.value_width, true);
     grad_query_.reset(rows * shared.key_width, true);
     ds_.reset(rows * kTile, true);

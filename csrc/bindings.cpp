@@ -7,7 +7,6 @@
 #include <string>
 
 #include "call.h"
-#include "dispatch.h"
 #include "dlpack.h"
 
 namespace nb = nanobind;
@@ -77,48 +76,31 @@ dlpack::Tensor view(nb::handle tensor) {
   return seen;
 }
 
-// Tensors of one call: what they must be, and where they go.
-class Reader {
- public:
-  explicit Reader(const dlpack::DType& elements)
-      : elements_(elements), sums_{dlpack::floating, std::uint8_t(elements.bits == 64 ? 64 : 32), 1} {}
+[[noreturn]] void refuse(const char* name, const std::string& why) {
+  throw nb::value_error((std::string(name) + " " + why).c_str());
+}
 
-  void elements(nb::handle from, const char* name, int dims, const int64_t* shape, Array<void>& out) const {
-    read(from, name, elements_, dims, shape, out);
+template <class X>
+void read(nb::handle from, const char* name, dlpack::DType dtype, int dims, const int64_t* shape, Array<X>& out) {
+  if (from.is_none()) return;
+  const dlpack::Tensor tensor = view(from);
+  if (tensor.dtype.code != dtype.code || tensor.dtype.bits != dtype.bits || tensor.device.type != dlpack::cpu)
+    refuse(name, "must have the dtype that native.py promises, on the CPU");
+  if (tensor.ndim != dims)
+    refuse(name, "must have " + std::to_string(dims) + " dimensions, got " + std::to_string(tensor.ndim));
+  for (int d = 0; d < dims; ++d) {
+    if (tensor.shape[d] != shape[d] && tensor.shape[d] != 1)
+      refuse(name, "must have size 1 or " + std::to_string(shape[d]) + " in dimension " + std::to_string(d) + ", got " +
+                       std::to_string(tensor.shape[d]));
+    out.stride[d] = tensor.shape[d] == 1 ? 0 : tensor.strides[d];
   }
-  void sums(nb::handle from, const char* name, int dims, const int64_t* shape, Array<void>& out) const {
-    read(from, name, sums_, dims, shape, out);
-  }
-  void integers(nb::handle from, const char* name, int dims, const int64_t* shape, Array<int64_t>& out) const {
-    read(from, name, {dlpack::integer, 64, 1}, dims, shape, out);
-  }
-  void booleans(nb::handle from, const char* name, int dims, const int64_t* shape, Array<uint8_t>& out) const {
-    read(from, name, {dlpack::boolean, 8, 1}, dims, shape, out);
-  }
+  out.data = static_cast<const X*>(tensor.data);
+}
 
- private:
-  template <class X>
-  static void read(nb::handle from, const char* name, dlpack::DType dtype, int dims, const int64_t* shape, Array<X>& out) {
-    if (from.is_none()) return;
-    const dlpack::Tensor tensor = view(from);
-    if (tensor.dtype.code != dtype.code || tensor.dtype.bits != dtype.bits || tensor.device.type != dlpack::cpu)
-      refuse(name, "must have the dtype that native.py promises, on the CPU");
-    if (tensor.ndim != dims)
-      refuse(name, "must have " + std::to_string(dims) + " dimensions, got " + std::to_string(tensor.ndim));
-    for (int d = 0; d < dims; ++d) {
-      if (tensor.shape[d] != shape[d] && tensor.shape[d] != 1)
-        refuse(name, "must have size 1 or " + std::to_string(shape[d]) + " in dimension " + std::to_string(d) +
-                         ", got " + std::to_string(tensor.shape[d]));
-      out.stride[d] = tensor.shape[d] == 1 ? 0 : tensor.strides[d];
-    }
-    out.data = static_cast<const X*>(tensor.data);
-  }
-  [[noreturn]] static void refuse(const char* name, const std::string& why) {
-    throw nb::value_error((std::string(name) + " " + why).c_str());
-  }
+constexpr dlpack::DType integers{dlpack::integer, 64, 1}, booleans{dlpack::boolean, 8, 1};
 
-  dlpack::DType elements_, sums_;
-};
+// The accumulating dtype.
+dlpack::DType sums_of(const Call& call) { return {dlpack::floating, std::uint8_t(call.dtype == DType::f64 ? 64 : 32), 1}; }
 
 DType dtype_of(const dlpack::DType& dtype) {
   if (dtype.code == dlpack::bfloat) return DType::bf16;
@@ -144,34 +126,26 @@ void read_options(nb::handle options, Call& call) {
   call.bounds_block = nb::cast<int64_t>(option.bounds_block.of(options));
 }
 
-void read_optional(nb::handle operands, const Reader& read, Call& call) {
+void read_optional(nb::handle operands, Call& call) {
   const int64_t B = call.B, T = call.T, S = call.S, C = call.C;
   const int64_t blocks = call.bounds_block > 0 ? (S + call.bounds_block - 1) / call.bounds_block : 0;
-  const int64_t slopes[] = {B, call.H}, query_place[] = {B, T, C}, key_place[] = {B, S, C};
+  const int64_t slopes[] = {B, call.H}, queries[] = {B, T, C}, keys[] = {B, S, C};
   const int64_t pairs[] = {B, call.H, T, S}, norms[] = {B, call.G, blocks};
-  const auto field = [&](const Field& f, auto into, int dims, const int64_t* shape, auto& out) {
-    (read.*into)(f.of(operands), f.name, dims, shape, out);
+  const dlpack::DType sums = sums_of(call), places = call.metric == Metric::none ? integers : sums;
+  const int place_dims = call.metric == Metric::none ? 2 : 3;
+  const auto field = [&](const Field& f, dlpack::DType dtype, int dims, const int64_t* shape, auto& out) {
+    read(f.of(operands), f.name, dtype, dims, shape, out);
   };
-  constexpr auto sums = &Reader::sums;
-  constexpr auto integers = &Reader::integers;
-  constexpr auto booleans = &Reader::booleans;
   field(operand.future_slopes, sums, 2, slopes, call.future_slopes);
-  if (call.metric == Metric::none) {
-    Array<int64_t> query, key;
-    field(operand.query_positions, integers, 2, query_place, query);
-    field(operand.key_positions, integers, 2, key_place, key);
-    call.query_positions = query, call.key_positions = key;
-  } else {
-    field(operand.query_positions, sums, 3, query_place, call.query_positions);
-    field(operand.key_positions, sums, 3, key_place, call.key_positions);
-  }
-  field(operand.query_segments, integers, 2, query_place, call.query_segments);
-  field(operand.key_segments, integers, 2, key_place, call.key_segments);
-  field(operand.key_mask, booleans, 2, key_place, call.key_mask);
+  field(operand.query_positions, places, place_dims, queries, call.query_positions);
+  field(operand.key_positions, places, place_dims, keys, call.key_positions);
+  field(operand.query_segments, integers, 2, queries, call.query_segments);
+  field(operand.key_segments, integers, 2, keys, call.key_segments);
+  field(operand.key_mask, booleans, 2, keys, call.key_mask);
   field(operand.attn_mask, booleans, 4, pairs, call.attn_mask);
-  field(operand.key_ranks, integers, 2, key_place, call.key_ranks);
-  field(operand.query_unbiased, booleans, 2, query_place, call.query_unbiased);
-  field(operand.key_unbiased, booleans, 2, key_place, call.key_unbiased);
+  field(operand.key_ranks, integers, 2, keys, call.key_ranks);
+  field(operand.query_unbiased, booleans, 2, queries, call.query_unbiased);
+  field(operand.key_unbiased, booleans, 2, keys, call.key_unbiased);
   field(operand.bound_norms, sums, 3, norms, call.bound_norms);
   Array<int64_t> seed;
   field(operand.seed, integers, 0, nullptr, seed);
@@ -186,26 +160,26 @@ void check(const Call& call) {
   if (call.dropout_p > 0 && !call.seed) throw nb::value_error("dropout needs a seed");
 }
 
-Reader read_call(nb::handle operands, nb::handle options, int threads, Call& call) {
+// Returns the dtype of the elements.
+dlpack::DType read_call(nb::handle operands, nb::handle options, int threads, Call& call) {
   if (!table) throw nb::value_error("`bind` comes first");
   const dlpack::Tensor query = view(operand.query.of(operands)), value = view(operand.value.of(operands));
   if (query.ndim != 4 || value.ndim != 4) throw nb::value_error("query and value must have 4 dimensions");
-  const Reader read(query.dtype);
   call.dtype = dtype_of(query.dtype);
   call.threads = threads;
   call.B = query.shape[0], call.H = query.shape[1], call.T = query.shape[2], call.D = query.shape[3];
   call.G = value.shape[1], call.S = value.shape[2], call.V = value.shape[3];
   const int64_t keys[] = {call.B, call.G, call.S, call.D}, slopes[] = {call.B, call.H};
-  read.elements(operand.query.of(operands), "query", 4, query.shape, call.query);
-  read.elements(operand.key.of(operands), "key", 4, keys, call.key);
-  read.elements(operand.value.of(operands), "value", 4, value.shape, call.value);
-  read.sums(operand.slopes.of(operands), "slopes", 2, slopes, call.slopes);
+  read(operand.query.of(operands), "query", query.dtype, 4, query.shape, call.query);
+  read(operand.key.of(operands), "key", query.dtype, 4, keys, call.key);
+  read(operand.value.of(operands), "value", query.dtype, 4, value.shape, call.value);
+  read(operand.slopes.of(operands), "slopes", sums_of(call), 2, slopes, call.slopes);
   read_options(options, call);
   const nb::handle places = operand.key_positions.of(operands);
   if (call.metric != Metric::none && !places.is_none()) call.C = view(places).shape[2];
-  read_optional(operands, read, call);
+  read_optional(operands, call);
   check(call);
-  return read;
+  return query.dtype;
 }
 
 const Kernels& kernels_of(const char* variant) {
@@ -234,14 +208,14 @@ void backward(const nb::tuple& operands, const nb::tuple& options, nb::handle ou
               nb::handle grad_out, nb::handle grad_lse, const nb::tuple& gradients, int threads, const char* variant) {
   const Kernels& kernels = kernels_of(variant);
   Call call;
-  const Reader read = read_call(operands, options, threads, call);
+  const dlpack::DType elements = read_call(operands, options, threads, call), sums = sums_of(call);
   const int64_t rows[] = {call.B, call.H, call.T, call.V};
   BackwardCall back;
-  read.elements(out, "out", 4, rows, back.out);
-  read.elements(grad_out, "grad_out", 4, rows, back.grad_out);
-  read.sums(lse, "lse", 3, rows, back.lse);
-  read.sums(lse_low, "lse_low", 3, rows, back.lse_low);
-  read.sums(grad_lse, "grad_lse", 3, rows, back.grad_lse);
+  read(out, "out", elements, 4, rows, back.out);
+  read(grad_out, "grad_out", elements, 4, rows, back.grad_out);
+  read(lse, "lse", sums, 3, rows, back.lse);
+  read(lse_low, "lse_low", sums, 3, rows, back.lse_low);
+  read(grad_lse, "grad_lse", sums, 3, rows, back.grad_lse);
   back.grad_query = address(gradient.query.of(gradients));
   back.grad_key = address(gradient.key.of(gradients));
   back.grad_value = address(gradient.value.of(gradients));
@@ -251,8 +225,6 @@ void backward(const nb::tuple& operands, const nb::tuple& options, nb::handle ou
   kernels.backward(call, back);
 }
 
-bool has_variant(const char* name) { return find_kernels(name) != nullptr; }
-
 }  // namespace
 }  // namespace linbias
 
@@ -261,6 +233,6 @@ NB_MODULE(_native, m) {
   m.def("forward", &linbias::forward);
   m.def("backward", &linbias::backward, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
         nb::arg().none(), nb::arg(), nb::arg(), nb::arg());
-  m.def("has_variant", &linbias::has_variant, nb::arg("name"));
+  m.def("has_variant", [](const char* name) { return linbias::find_kernels(name) != nullptr; });
   m.def("variant", [] { return std::string(linbias::best_kernels().name); });
 }

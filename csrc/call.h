@@ -38,9 +38,6 @@ struct Array<void> {
   const void* data = nullptr;
   int64_t stride[4] = {0, 0, 0, 0};
 
-  Array() = default;
-  template <class X>
-  Array(const Array<X>& typed) : data(typed.data), stride{typed.stride[0], typed.stride[1], typed.stride[2], typed.stride[3]} {}
   explicit operator bool() const { return data != nullptr; }
   const char* at(int64_t bytes, int64_t a, int64_t b = 0, int64_t c = 0) const {
     return static_cast<const char*>(data) + (a * stride[0] + b * stride[1] + c * stride[2]) * bytes;
@@ -108,5 +105,10 @@ struct Kernels {
   void (*forward)(const Call&, const ForwardResult&);
   void (*backward)(const Call&, const BackwardCall&);
 };
+
+// The widest that the processor supports, and those of that name, or null if it was not built or the processor lacks its
+// instructions.
+const Kernels& best_kernels();
+const Kernels* find_kernels(const char* name);
 
 }  // namespace linbias

@@ -8,8 +8,7 @@ namespace linbias::LINBIAS_VARIANT {
 
 // What one account of a row tile came to.
 template <class C>
-struct Partial {
-  C row_max[kRows], row_sum[kRows], spent[kRows];
+struct Partial : RunningSums<C> {
   int64_t computed[kStrips];
   uint32_t started = 0;
   Buffer<C> out;
@@ -27,7 +26,7 @@ class ForwardWorker : Walk<C> {
   void reset(const Shared<C>& shared, const ForwardResult& result, int64_t slots, bool direct) {
     Base::reset(shared, slots, direct ? as_rows : as_panels, as_rows);
     result_ = result;
-    out_.reset(tile_capacity(shared.call, shared.tiling) * shared.value_width);
+    out_.reset(shared.tiling.capacity() * shared.value_width);
     spare_.reset(kTile * shared.value_width);
     survivors_.reset(shared.tree.count(0));
   }
@@ -289,35 +288,29 @@ class ForwardWorker : Walk<C> {
   // --- results ---
 
   void save(Partial<C>& partial) {
-    const int64_t width = shared_->value_width;
     if (partial.out.size() == 0) partial.out.reset(out_.size());
-    for (int row = 0; row < rows_.rows; ++row) {
-      const int i = Ledger<C>::at(row);
-      partial.row_max[row] = ledger_.row_max[i], partial.row_sum[row] = ledger_.row_sum[i];
-      partial.spent[row] = ledger_.spent[i];
-    }
-    for (int s = 0; s < rows_.strips; ++s) partial.computed[s] = computed_[s];
+    static_cast<RunningSums<C>&>(partial) = ledger_;
+    std::memcpy(partial.computed, computed_, sizeof computed_);
     partial.started = started_;
-    std::memcpy(partial.out.data(), out_.data(), static_cast<std::size_t>(rows_.rows * width) * sizeof(C));
+    std::memcpy(partial.out.data(), out_.data(), std::size_t(rows_.rows * shared_->value_width) * sizeof(C));
   }
 
   void merge_row(int row, const Partial<C>* partials, int64_t count) {
     const int64_t width = shared_->value_width;
+    const int i = Ledger<C>::at(row);
     C row_max = -kInf<C>, row_sum = 0, spent = 0;
     C* out = out_.data() + row * width;
-    for (int64_t p = 0; p < count; ++p) row_max = greater(row_max, partials[p].row_max[row]);
+    for (int64_t p = 0; p < count; ++p) row_max = greater(row_max, partials[p].row_max[i]);
     for (int64_t d = 0; d < width; ++d) out[d] = 0;
     for (int64_t p = 0; p < count; ++p) {
       const Partial<C>& part = partials[p];
-      // Nothing seen. Not so a part whose scores are NaN: it has a weight, of NaN, and no top.
-      if (part.row_sum[row] == 0) continue;
-      const C factor = part.row_max[row] == -kInf<C> ? C(1) : std::exp(part.row_max[row] - row_max);
-      row_sum += part.row_sum[row] * factor, spent += part.spent[row] * factor;
+      // Nothing seen. Not so a part whose scores are NaN: its sum is NaN, and it has no maximum.
+      if (part.row_sum[i] == 0) continue;
+      const C factor = part.row_max[i] == -kInf<C> ? C(1) : std::exp(part.row_max[i] - row_max);
+      row_sum += part.row_sum[i] * factor, spent += part.spent[i] * factor;
       if (!(part.started >> (row / kStrip) & 1)) continue;
-      const C* sum = part.out.data() + row * width;
-      for (int64_t d = 0; d < width; ++d) out[d] += sum[d] * factor;
+      for (int64_t d = 0; d < width; ++d) out[d] += part.out[row * width + d] * factor;
     }
-    const int i = Ledger<C>::at(row);
     ledger_.row_max[i] = row_max, ledger_.row_sum[i] = row_sum, ledger_.spent[i] = spent;
   }
 

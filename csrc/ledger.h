@@ -32,6 +32,13 @@ class Bounds {
   C tolerance() const { return tolerance_; }
   C log_tolerance() const { return log_tolerance_; }
 
+  // Keys of a whole node of this level.
+  static double keys_of(int level) {
+    double n = level < 0 ? kPanel<C> : kTile;
+    for (; level > 0; --level) n *= kFan;
+    return n;
+  }
+
   // Everything but the norms.
   void begin(const Call& call, const KeyTree<C>& tree) {
     // Within two tiles there is nothing to skip that would repay the account.
@@ -84,12 +91,6 @@ class Bounds {
   void allocate_norms(const Call& call) { norms_.reset(call.B * call.G * nodes_); }
 
  private:
-  static double keys_of(int level) {
-    double n = level < 0 ? kPanel<C> : kTile;
-    for (; level > 0; --level) n *= kFan;
-    return n;
-  }
-
   void fill_gamma(const Call& call) {
     const Array<C> slopes = call.slopes.as<C>(), later = call.future_slopes.as<C>();
     items_ = slopes.stride[0] == 0 && (!later || later.stride[0] == 0) ? 1 : call.B;
@@ -205,15 +206,21 @@ struct JudgedRows {
   }
 };
 
-// The running softmax of a row tile and its account.
+// The running softmax of a row tile and what its account has spent, laid out as JudgedRows.
 template <class C>
-struct Ledger : JudgedRows<C> {
-  using Base = JudgedRows<C>;
-  using Base::at, Base::N, Base::looking, Base::judging;
-
+struct RunningSums {
+  static constexpr int N = kStrip * kStrips;
   alignas(64) C row_max[N];  // largest score visited; -inf before the first
   alignas(64) C row_sum[N];  // sum of exp(score - row_max) over what was visited
   alignas(64) C spent[N];    // sum of bounds of what was skipped, as exp(. - row_max)
+};
+
+template <class C>
+struct Ledger : JudgedRows<C>, RunningSums<C> {
+  using Base = JudgedRows<C>;
+  using RunningSums<C>::row_max, RunningSums<C>::row_sum, RunningSums<C>::spent;
+  using Base::at, Base::N, Base::looking, Base::judging;
+
   alignas(64) C gamma[kMaxLevels + 1][2][N];  // by level + 1
 
   void clear(const RowTile<C>& rows) {

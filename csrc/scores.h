@@ -270,7 +270,7 @@ class Scores {
   void reset(const Shared<C>& shared, int64_t slots, int key_packings, int value_packings) {
     shared_ = &shared, call_ = &shared.call;
     direct_ = call_->T * call_->group() <= kDirectRows;
-    const int64_t rows = tile_capacity(*call_, shared.tiling);
+    const int64_t rows = shared.tiling.capacity();
     query_.reset(rows * shared.key_width, true);
     scores_.reset(rows * kTile, true);
     // Keys that only dot products read need no padding, so that more of them are used in place.
@@ -357,13 +357,14 @@ class Scores {
     Scores& own;
     const int strip;
     const bool capped;
-    const C cap, sharpness;
+    const C cap;
+    const C sharpness;  // 1 / cap, held in range; folded into the query it could take elements out of it
     const Filled filled;
     const Examiner<C> examine;
 
     Line(Scores& scores, int s)
         : own(scores), strip(s), capped(scores.call_->has_softcap), cap(C(scores.call_->softcap)),
-          sharpness(Shared<C>::sharpness(*scores.call_)), filled(fill(scores, s)),
+          sharpness(C(lesser(1 / scores.call_->softcap, sizeof(C) == 4 ? 3e38 : 1e308))), filled(fill(scores, s)),
           examine(*scores.call_, scores.rows_, scores.keys_, scores.pairs_, s, filled) {}
 
     static Filled fill(Scores& scores, int s) {

@@ -158,42 +158,36 @@ class KeyTree {
     int64_t first = tile * kTile, last = lesser(first + kTile, call.S);
     KeySpan span;
     span.total = last - first;
-    if (spatial) start_box(b, tile);
+    C* box = spatial ? start_box(b, 0, tile) : nullptr;
     for (int64_t j = first; j < last; ++j) {
       if (call.key_mask && !*call.key_mask.at(b, j)) continue;
       int64_t position = spatial ? 0 : positions ? *positions.at(b, j) : j;
       span.add(position, call.key_segments ? *call.key_segments.at(b, j) : 0,
                call.key_ranks ? *call.key_ranks.at(b, j) : INT64_MAX,
                call.key_unbiased && *call.key_unbiased.at(b, j));
-      if (spatial) widen_box(b, tile, j);
+      for (int64_t c = 0; spatial && c < call.C; ++c) {
+        const C x = *call.key_positions.template as<C>().at(b, j, c);
+        widen_box(box, c, x, x);
+      }
     }
     return span;
   }
 
   C* own_box(int64_t b, int level, int64_t i) { return boxes_.data() + (b * nodes_ + node(level, i)) * 2 * call_->C; }
 
-  void start_box(int64_t b, int64_t tile) {
-    C* box = own_box(b, 0, tile);
-    for (int64_t c = 0; c < call_->C; ++c) box[c] = kInf<C>, box[call_->C + c] = -kInf<C>;
-  }
-
-  void widen_box(int64_t b, int64_t tile, int64_t j) {
-    const Array<C> positions = call_->key_positions.template as<C>();
-    C* box = own_box(b, 0, tile);
-    for (int64_t c = 0; c < call_->C; ++c) {
-      C x = *positions.at(b, j, c);
-      box[c] = smaller_or_nan(box[c], x), box[call_->C + c] = larger_or_nan(box[call_->C + c], x);
-    }
-  }
-
-  void join_boxes(int64_t b, int level, int64_t i, int64_t first, int64_t last) {
+  C* start_box(int64_t b, int level, int64_t i) {
     C* box = own_box(b, level, i);
-    const int64_t dims = call_->C;
-    for (int64_t c = 0; c < dims; ++c) box[c] = kInf<C>, box[dims + c] = -kInf<C>;
+    for (int64_t c = 0; c < call_->C; ++c) box[c] = kInf<C>, box[call_->C + c] = -kInf<C>;
+    return box;
+  }
+  void widen_box(C* box, int64_t c, C low, C high) const {
+    box[c] = smaller_or_nan(box[c], low), box[call_->C + c] = larger_or_nan(box[call_->C + c], high);
+  }
+  void join_boxes(int64_t b, int level, int64_t i, int64_t first, int64_t last) {
+    C* box = start_box(b, level, i);
     for (int64_t child = first; child < last; ++child) {
       const C* part = own_box(b, level - 1, child);
-      for (int64_t c = 0; c < dims; ++c)
-        box[c] = smaller_or_nan(box[c], part[c]), box[dims + c] = larger_or_nan(box[dims + c], part[dims + c]);
+      for (int64_t c = 0; c < call_->C; ++c) widen_box(box, c, part[c], part[call_->C + c]);
     }
   }
 

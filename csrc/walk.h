@@ -2,6 +2,8 @@
 // How a row tile walks the key tree: which node comes next, what the account proves negligible, which tiles are visited.
 #pragma once
 
+#include <algorithm>
+
 #include "scores.h"
 
 namespace linbias::LINBIAS_VARIANT {
@@ -32,51 +34,41 @@ inline C node_distance(const Call& call, const RowTile<C>& rows, const KeyTree<C
   return call.metric == Metric::euclidean ? std::sqrt(least) : least;
 }
 
-// A binary heap over storage of fixed size.
+// A heap of nodes over storage of fixed size.
 template <class C>
 class Frontier {
  public:
   void reserve(int64_t capacity) { nodes_.reset(capacity); }
   bool empty() const { return size_ == 0; }
-  int64_t size() const { return size_; }
-  void clear(bool nearest_first) { size_ = 0, nearest_ = nearest_first; }
-
-  void push(const Node<C>& node) {
-    int64_t i = size_++;
-    for (; i > 0 && before(node, nodes_[(i - 1) / 2]); i = (i - 1) / 2) nodes_[i] = nodes_[(i - 1) / 2];
-    nodes_[i] = node;
-  }
-
-  Node<C> pop() {
-    const Node<C> first = nodes_[0], last = nodes_[--size_];
-    sink(0, last);
-    return first;
-  }
+  void clear(bool nearest_first) { size_ = 0, after_.nearest = nearest_first; }
   const Node<C>& peek() const { return nodes_[0]; }
 
+  void push(const Node<C>& node) {
+    nodes_[size_++] = node;
+    std::push_heap(nodes_.data(), nodes_.data() + size_, after_);
+  }
+  Node<C> pop() {
+    std::pop_heap(nodes_.data(), nodes_.data() + size_--, after_);
+    return nodes_[size_];
+  }
   // The same nodes in the opposite order.
   void reverse() {
-    nearest_ = !nearest_;
-    for (int64_t i = size_ / 2 - 1; i >= 0; --i) sink(i, nodes_[i]);
+    after_.nearest = !after_.nearest;
+    std::make_heap(nodes_.data(), nodes_.data() + size_, after_);
   }
 
  private:
-  bool before(const Node<C>& a, const Node<C>& b) const {
-    if (a.distance != b.distance) return nearest_ ? a.distance < b.distance : a.distance > b.distance;
-    return a.index > b.index;  // any fixed order: results must not depend on history
-  }
-  void sink(int64_t i, const Node<C> node) {
-    for (int64_t child; (child = 2 * i + 1) < size_; i = child) {
-      if (child + 1 < size_ && before(nodes_[child + 1], nodes_[child])) ++child;
-      if (!before(nodes_[child], node)) break;
-      nodes_[i] = nodes_[child];
+  struct After {
+    bool nearest = true;
+    bool operator()(const Node<C>& a, const Node<C>& b) const {
+      if (a.distance != b.distance) return nearest ? a.distance > b.distance : a.distance < b.distance;
+      return a.index < b.index;  // any fixed order: results must not depend on history
     }
-    if (size_ > 0) nodes_[i] = node;
-  }
+  };
 
   Buffer<Node<C>> nodes_;
   int64_t size_ = 0;
-  bool nearest_ = true;
+  After after_;
 };
 
 // A row tile on its way through the key tiles.

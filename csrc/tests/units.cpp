@@ -306,13 +306,16 @@ struct Rule {
     if (ranked & 1) call.sinks = 2;
     if (ranked & 2) call.prefix = 70;
     if (ranked) call.key_ranks = list(ranks);
-    if (places) call.query_positions = list(query_place), call.key_positions = list(key_place);
+    if (places) {
+      call.query_positions.data = query_place.data(), call.key_positions.data = key_place.data();
+      call.query_positions.stride[1] = call.key_positions.stride[1] = 1;
+    }
     if (segments) call.query_segments = list(query_segment), call.key_segments = list(key_segment);
     if (masks & 1) call.key_mask = list(alive);
     if (masks & 2) call.attn_mask = list(mask), call.attn_mask.stride[2] = S, call.attn_mask.stride[3] = 1;
     if (slopes & 2) call.key_unbiased = list(no_bias);
     slope[0] = slopes & 1 ? kInf<C> : C(.5), slope[1] = slopes == 3 ? kInf<C> : C(.25);
-    call.slopes = Array<C>{slope, {0, 0, 0, 0}}, call.future_slopes = Array<C>{slope + 1, {0, 0, 0, 0}};
+    call.slopes.data = slope, call.future_slopes.data = slope + 1;
   }
   template <class X>
   static Array<X> list(const std::vector<X>& items) { return {items.data(), {0, 1, 0, 0}}; }
