@@ -42,7 +42,7 @@ template <class C>
 class BackwardWorker : Walk<C> {
   using Base = Walk<C>;
   using Base::call_, Base::rows_, Base::keys_, Base::seen_, Base::range_, Base::pairs_, Base::norms_;
-  using Base::key_cache_, Base::value_cache_, Base::query_, Base::query_row;
+  using Base::key_cache_, Base::value_cache_, Base::query_row, Base::spare_;
   template <Form F>
   using Line = typename Base::template Line<F>;
 
@@ -55,7 +55,6 @@ class BackwardWorker : Walk<C> {
     grad_query_.reset(rows * shared.key_width, true);
     ds_.reset(rows * kTile, true);
     dcap_.reset(shared.call.has_softcap ? kStrip * kTile : 0);
-    spare_.reset(greater(kTile * shared.key_width, shared.value_width));
     account_.keys.reset(shared.tree);
   }
 
@@ -125,7 +124,9 @@ class BackwardWorker : Walk<C> {
       if (node.mask >> s & 1 && strip_terms(tile, s)) active |= uint32_t(1) << s;
     if (active == 0) return;
     if (sums_.key || sums_.value) add_to_keys(tile, active);
-    if (shared_->back.grad_query) add_to_queries(tile, active);
+    if (shared_->back.grad_query)
+      Base::add_products(ds_row(0), key_cache_, tile, active, shared_->key_width, grad_query_.data(), started_,
+                         [](int) -> const C* { return nullptr; });
   }
 
   // P and dS of one strip, in p_ and ds_; false if it contributes nothing.
@@ -284,39 +285,11 @@ class BackwardWorker : Walk<C> {
     }
   }
 
-  // dQ += dS K.
-  void add_to_queries(int64_t tile, uint32_t active) {
-    constexpr int W = kPanel<C>;
-    const int64_t width = shared_->key_width;
-    int64_t key_row;
-    const C* keys = Base::visible_rows(key_cache_, tile, active, width, spare_, &key_row);
-    for (int s = 0; s < rows_.strips; ++s) {
-      if (!(active >> s & 1)) continue;
-      const int begin = range_[s].first, n = lesser(range_[s].last, keys_.count) - begin;
-      const Left<C> a{ds_row(s * kStrip) + begin, kTile, 1};
-      const Right<C> b{keys + begin * key_row, key_row, W};
-      const Target<C> c{grad_query_.data() + s * kStrip * width, width, W};
-      if (started_ >> s & 1)
-        gemm<C, Into::add>(a, b, c, n, rows_.strip_rows(s), int(width / W));
-      else
-        gemm<C, Into::zero>(a, b, c, n, rows_.strip_rows(s), int(width / W));
-      started_ |= uint32_t(1) << s;
-    }
-  }
-
   void finish() {
     if (!shared_->back.grad_query) return;
-    const C factor = C(call_->scale);
-    for (int row = 0; row < rows_.rows; ++row) {
-      const bool empty = !(started_ >> (row / kStrip) & 1);
-      const int64_t bytes = call_->D * shared_->codec.bytes;
-      const int64_t index = (rows_.b * call_->H + rows_.head[row]) * call_->T + rows_.query[row];
-      char* out = static_cast<char*>(shared_->back.grad_query) + index * bytes;
-      if (empty)
-        std::memset(out, 0, static_cast<std::size_t>(bytes));
-      else
-        shared_->codec.narrow(grad_query_.data() + row * shared_->key_width, call_->D, factor, out);
-    }
+    for (int row = 0; row < rows_.rows; ++row)
+      Base::write_row(shared_->back.grad_query, row, grad_query_.data() + row * shared_->key_width, call_->D,
+                      C(call_->scale), !(started_ >> (row / kStrip) & 1));
   }
 
   C* p_row(int row) { return Base::score_row(row); }
@@ -328,7 +301,7 @@ class BackwardWorker : Walk<C> {
   double* slope_sums_ = nullptr;
   int64_t head_ = -1;  // whose rows the keys' account is about
   Account<C> account_;
-  Buffer<C> grad_out_, grad_query_, ds_, dcap_, spare_;
+  Buffer<C> grad_out_, grad_query_, ds_, dcap_;
   C lse_[kRows], lse_low_[kRows], delta_[kRows];
   bool gives_bias_[kRows];
   uint32_t started_ = 0;  // strips whose rows of grad_query_ hold something

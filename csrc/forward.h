@@ -27,7 +27,6 @@ class ForwardWorker : Walk<C> {
     Base::reset(shared, slots, direct ? as_rows : as_panels, as_rows);
     result_ = result;
     out_.reset(shared.tiling.capacity() * shared.value_width);
-    spare_.reset(kTile * shared.value_width);
     survivors_.reset(shared.tree.count(0));
   }
 
@@ -118,7 +117,9 @@ class ForwardWorker : Walk<C> {
     uint32_t active = 0;
     for (int s = 0; s < rows_.strips; ++s)
       if (node.mask >> s & 1 && score_strip(node.index, s)) active |= uint32_t(1) << s;
-    if (active) accumulate(node.index, active);
+    if (active)
+      Base::add_products(score_row(0), value_cache_, node.index, active, shared_->value_width, out_.data(), started_,
+                         [&](int s) { return rescaled_[s] ? scale_ + s * kStrip : nullptr; });
   }
 
   // Strips at the edge of their reach need only the near panels of a tile: charges the others, farthest first.
@@ -262,29 +263,6 @@ class ForwardWorker : Walk<C> {
       for (int j = begin; j < end; ++j) score_row(r)[j] *= room_;
   }
 
-  // out += weights * values, for the strips in `active`.
-  void accumulate(int64_t tile, uint32_t active) {
-    constexpr int W = kPanel<C>;
-    const int64_t width = shared_->value_width;
-    int64_t value_row;
-    const C* values = Base::visible_rows(value_cache_, tile, active, width, spare_, &value_row);
-    for (int s = 0; s < rows_.strips; ++s) {
-      if (!(active >> s & 1)) continue;
-      const Range range = range_[s];
-      const Left<C> a{score_row(s * kStrip) + range.first, kTile, 1};
-      const Right<C> b{values + range.first * value_row, value_row, W};
-      const Target<C> c{out_.data() + s * kStrip * width, width, W, scale_ + s * kStrip};
-      const int n = range.last - range.first, strip_rows = rows_.strip_rows(s), panels = int(width / W);
-      if (!(started_ >> s & 1))
-        gemm<C, Into::zero>(a, b, c, n, strip_rows, panels);
-      else if (rescaled_[s])
-        gemm<C, Into::scaled>(a, b, c, n, strip_rows, panels);
-      else
-        gemm<C, Into::add>(a, b, c, n, strip_rows, panels);
-      started_ |= uint32_t(1) << s;
-    }
-  }
-
   // --- results ---
 
   void save(Partial<C>& partial) {
@@ -315,21 +293,22 @@ class ForwardWorker : Walk<C> {
   }
 
   void finish(int64_t unit) {
-    const int64_t T = call_->T, H = call_->H, width = shared_->value_width;
+    int64_t pairs = 0;
     for (int row = 0; row < rows_.rows; ++row) {
       const int i = Ledger<C>::at(row);
       const C row_sum = ledger_.row_sum[i];
-      const bool fully_masked = row_sum == 0;
-      const int64_t index = (rows_.b * H + rows_.head[row]) * T + rows_.query[row];
-      const bool empty = fully_masked || !(started_ >> (row / kStrip) & 1);
-      write_row(out_.data() + row * width, C(shared_->dropout.scale()) / row_sum / room_, empty, index);
+      const bool fully_masked = row_sum == 0, empty = fully_masked || !(started_ >> (row / kStrip) & 1);
+      Base::write_row(result_.out, row, out_.data() + row * shared_->value_width, call_->V,
+                      C(shared_->dropout.scale()) / row_sum / room_, empty);
       if (room_ != 1) continue;  // the rest is written
-      write_lse(index, ledger_.row_max[i], row_sum);
-      static_cast<C*>(result_.skipped)[index] = fully_masked ? C(0) : ledger_.spent[i] / row_sum;
+      write_lse(Base::place(row), ledger_.row_max[i], row_sum);
+      static_cast<C*>(result_.skipped)[Base::place(row)] = fully_masked ? C(0) : ledger_.spent[i] / row_sum;
+      pairs += computed_[row / kStrip];
+      if (row + 1 < rows_.rows && rows_.head[row + 1] == rows_.head[row]) continue;
+      __atomic_fetch_add(result_.computed + rows_.b * call_->H + rows_.head[row], pairs, __ATOMIC_RELAXED);
+      pairs = 0;
     }
-    if (room_ != 1) return;
-    count_pairs();
-    if (overflowed()) redo(unit);
+    if (room_ == 1 && overflowed()) redo(unit);
   }
 
   // Weights are at most e^20 and S of them are summed, so values near the end of the range may overflow. The outputs of
@@ -359,32 +338,12 @@ class ForwardWorker : Walk<C> {
     static_cast<C*>(result_.lse_low)[index] = std::fabs(lse) < kInf<C> && row_sum != 0 ? low : C(0);
   }
 
-  void write_row(const C* sum, C factor, bool empty, int64_t index) const {
-    const int64_t V = call_->V, bytes = V * shared_->codec.bytes;
-    char* out = static_cast<char*>(result_.out) + index * bytes;
-    if (empty)
-      std::memset(out, 0, static_cast<std::size_t>(bytes));
-    else
-      shared_->codec.narrow(sum, V, factor, out);
-  }
-
-  void count_pairs() const {
-    int64_t* computed = result_.computed + rows_.b * call_->H;
-    int64_t pairs = 0;
-    for (int row = 0; row < rows_.rows; ++row) {
-      pairs += computed_[row / kStrip];
-      if (row + 1 < rows_.rows && rows_.head[row + 1] == rows_.head[row]) continue;
-      __atomic_fetch_add(computed + rows_.head[row], pairs, __ATOMIC_RELAXED);
-      pairs = 0;
-    }
-  }
-
   ForwardResult result_;
   Ledger<C> ledger_;
   Buffer<Node<C>> survivors_;
   int64_t survived_ = 0;
   int64_t next_tile_ = -1;  // the tile to be visited after this one, as far as known
-  Buffer<C> out_, spare_;
+  Buffer<C> out_;
   C scale_[kRows] = {};
   C room_ = 1;  // what weights are multiplied by, a power of 2
   bool rescaled_[kStrips];

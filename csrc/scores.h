@@ -27,13 +27,12 @@ struct KeyTile {
   alignas(64) Int alive[kTile], sink[kTile], prefix[kTile], unbiased[kTile];
   alignas(64) Int segment[kTile];  // counted from the tile's lowest, if `segments_fit`
   Buffer<C> coordinates;          // (C, kTile) under a metric
-  bool placed = false;
 
   void begin(const Call& call, const RowTile<C>& rows, const KeySpan& summary, int64_t index) {
     first = index * kTile;
     count = int(lesser<int64_t>(kTile, call.S - first));
     span = &summary;
-    ready = placed = false;
+    ready = false;
     // |position - origin| of rows and keys together within the mantissa: every difference is an exact integer.
     constexpr int64_t limit = int64_t(1) << (Simd<C>::mantissa - 1);
     exact = call.metric == Metric::none && rows.compact && minus(span->high, rows.origin) <= limit &&
@@ -273,6 +272,7 @@ class Scores {
     const int64_t rows = shared.tiling.capacity();
     query_.reset(rows * shared.key_width, true);
     scores_.reset(rows * kTile, true);
+    spare_.reset(kTile * greater(shared.key_width, shared.value_width));
     // Keys that only dot products read need no padding, so that more of them are used in place.
     const bool padded = key_packings & as_panels;
     key_cache_.reset(shared.codec, call_->key, call_->S, call_->D, padded ? shared.key_width : call_->D, slots, key_packings);
@@ -408,12 +408,42 @@ class Scores {
     return false;
   }
 
-  // Rows of a tile with zeros for keys that no active strip sees, in `spare` if there are any.
-  const C* visible_rows(TileCache<C>& cache, int64_t tile, uint32_t active, int64_t width, Buffer<C>& spare, int64_t* row) {
-    const C* rows = cache.rows(tile, row);
-    if (!seen_.hides(range_, rows_.strips, active, keys_.count)) return rows;
-    return seen_.only(rows, keys_.count, width, spare.data(), row);
+  // sums (rows x width) += pairs (rows x keys) times the tile's rows, for the strips in `active`; `started` tells whose
+  // sums hold something, which `scale(s)` multiplies first unless it is null.
+  template <class Scale>
+  void add_products(const C* pairs, TileCache<C>& cache, int64_t tile, uint32_t active, int64_t width, C* sums,
+                    uint32_t& started, const Scale& scale) {
+    constexpr int W = kPanel<C>;
+    int64_t row;
+    const C* right = cache.rows(tile, &row);
+    if (seen_.hides(range_, rows_.strips, active, keys_.count))
+      right = seen_.only(right, keys_.count, width, spare_.data(), &row);
+    for (int s = 0; s < rows_.strips; ++s) {
+      if (!(active >> s & 1)) continue;
+      const int first = range_[s].first, n = range_[s].last - first, strip_rows = rows_.strip_rows(s);
+      const Left<C> a{pairs + s * kStrip * kTile + first, kTile, 1};
+      const Right<C> b{right + first * row, row, W};
+      const Target<C> c{sums + s * kStrip * width, width, W, scale(s)};
+      if (!(started >> s & 1))
+        gemm<C, Into::zero>(a, b, c, n, strip_rows, int(width / W));
+      else if (c.scale)
+        gemm<C, Into::scaled>(a, b, c, n, strip_rows, int(width / W));
+      else
+        gemm<C, Into::add>(a, b, c, n, strip_rows, int(width / W));
+      started |= uint32_t(1) << s;
+    }
   }
+
+  // Row `row` of a (B, H, T, n) result: `sum` times factor, rounded, or zeros.
+  void write_row(void* result, int row, const C* sum, int64_t n, C factor, bool empty) const {
+    const int64_t bytes = n * shared_->codec.bytes;
+    char* out = static_cast<char*>(result) + place(row) * bytes;
+    if (empty)
+      std::memset(out, 0, std::size_t(bytes));
+    else
+      shared_->codec.narrow(sum, n, factor, out);
+  }
+  int64_t place(int row) const { return (rows_.b * call_->H + rows_.head[row]) * call_->T + rows_.query[row]; }
 
   const Shared<C>* shared_ = nullptr;
   const Call* call_ = nullptr;
@@ -426,7 +456,7 @@ class Scores {
   BlockVisibility whole_ = BlockVisibility::empty, strip_seen_ = BlockVisibility::empty;
   bool masked_ = false;
   TileCache<C> key_cache_, value_cache_;
-  Buffer<C> query_, scores_;  // scores_: dot products, then scores, then what a pass makes of them
+  Buffer<C> query_, spare_, scores_;  // scores_: dot products, then scores, then what a pass makes of them
   C norms_[kRows];
 };
 
