@@ -170,9 +170,10 @@ class BackwardWorker : Walk<C> {
     C* p = p_row(row);
     C* dcap = call_->has_softcap ? dcap_.data() + r * kTile : nullptr;
     const Vec<C> lse = splat<C>(lse_[row]), low = splat<C>(lse_low_[row]);
+    const auto score = line.along(r);
     Vec<C> best = splat<C>(-kInf<C>);
     for (int j = begin; j < end; j += kLanes<C>) {
-      const Vec<C> x = line(load<C>(p + j), r, j, dcap ? dcap + j : nullptr) - lse - low;
+      const Vec<C> x = score(load<C>(p + j), j, dcap ? dcap + j : nullptr) - lse - low;
       store<C>(p + j, x);
       best = max_keep<C>(x, best);
     }

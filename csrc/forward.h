@@ -184,9 +184,10 @@ class ForwardWorker : Walk<C> {
   void score_lines(int s, int begin, int end, const Line<F>& line, C* peak) {
     for (int r = 0; r < rows_.strip_rows(s); ++r) {
       C* scores = score_row(s * kStrip + r);
+      const auto score = line.along(r);
       Vec<C> best = splat<C>(-kInf<C>);
       for (int j = begin; j < end; j += kLanes<C>) {
-        const Vec<C> x = line(load<C>(scores + j), r, j);
+        const Vec<C> x = score(load<C>(scores + j), j);
         store<C>(scores + j, x);
         best = max_keep<C>(x, best);
       }
@@ -199,9 +200,7 @@ class ForwardWorker : Walk<C> {
   void weigh_unscaled(int s, int begin, int end, const Line<F>& line) {
     rescaled_[s] = false;
     for (int r = 0; r < rows_.strip_rows(s); ++r)
-      weigh_row(s, r, begin, end, ledger_.row_max[r * kStrips + s], [&](Vec<C> x, int j) __attribute__((always_inline)) {
-        return line(x, r, j);
-      });
+      weigh_row(s, r, begin, end, ledger_.row_max[r * kStrips + s], line.along(r));
   }
 
   void weigh_rescaled(int s, int begin, int end, const C* peak) {
@@ -321,12 +320,14 @@ class ForwardWorker : Walk<C> {
 
   // Or values are not finite.
   bool overflowed() const {
-    Vec<C> zero = {};  // NaN once a term is not finite
+    Mask<C> finite = ~Mask<C>{};
     for (int row = 0; row < rows_.rows; ++row)
       if (started_ >> (row / kStrip) & 1)
         for (int64_t d = 0; d < shared_->value_width; d += kLanes<C>)
-          zero += load<C>(out_.data() + row * shared_->value_width + d) * C(0);
-    return sum_lanes<C>(zero) != 0;
+          finite &= absolute<C>(load<C>(out_.data() + row * shared_->value_width + d)) < kInf<C>;
+    for (int lane = 0; lane < kLanes<C>; ++lane)
+      if (!finite[lane]) return true;
+    return false;
   }
 
   // log(row_sum) + row_max in two numbers, the first of which is the sum, rounded. In double, and for double with the

@@ -185,6 +185,7 @@ struct JudgedRows {
   // The most that rows i, i + 1, ... can score against a key of norm rho before the bias.
   LINBIAS_INLINE Vec<C> limit(int i, C rho) const {
     const Vec<C> content = load<C>(norm + i) * rho;
+    if (cap == kInf<C>) return content;
     // A soft cap bounds what is finite, but a product that holds infinity may be NaN.
     return content < kInf<C> ? min_keep<C>(splat<C>(cap), content) : content;
   }

@@ -376,22 +376,24 @@ class Scores {
       return fill_pairs(*scores.call_, scores.rows_, scores.keys_, s, scores.strip_seen_, scores.masked_, scores.pairs_);
     }
 
-    // Vector j of row r, whose dot products are x; `slope`, where given, receives the cap's derivative.
-    LINBIAS_INLINE Vec<C> operator()(Vec<C> x, int r, int j, C* slope = nullptr) const {
+    // The scores of row r: from the dot products of vector j; `slope`, where given, receives the cap's derivative.
+    LINBIAS_INLINE auto along(int r) const {
       const int row = strip * kStrip + r;
-      if (capped) {
-        const Vec<C> t = tanh_lanes<C>(x * sharpness);
-        if (slope) store<C>(slope, C(1) - t * t);
-        x = t * cap;
-      }
-      if constexpr (F == Form::biased)
-        x -= own.rows_.past[row] * absolute<C>(own.rows_.relative[row] - load<C>(own.keys_.relative + j));
-      if constexpr (F == Form::examined) {
-        Mask<C> visible;
-        x = examine(x, r, row, j, visible);
-        own.seen_.add(j, visible);
-      }
-      return x;
+      const Vec<C> past = splat<C>(own.rows_.past[row]), place = splat<C>(own.rows_.relative[row]);
+      return [this, r, row, past, place](Vec<C> x, int j, C* slope = nullptr) __attribute__((always_inline)) {
+        if (capped) {
+          const Vec<C> t = tanh_lanes<C>(x * sharpness);
+          if (slope) store<C>(slope, C(1) - t * t);
+          x = t * cap;
+        }
+        if constexpr (F == Form::biased) x -= past * absolute<C>(place - load<C>(own.keys_.relative + j));
+        if constexpr (F == Form::examined) {
+          Mask<C> visible;
+          x = examine(x, r, row, j, visible);
+          own.seen_.add(j, visible);
+        }
+        return x;
+      };
     }
   };
 
