@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._slots import Counts, Evicted, grown, real_norms, unfilled
-from .semantics.bounds import KeyBounds, key_bounds, reach, upper_norms
-from .semantics.checks import check_scale, check_softcap, check_tolerance, readable, slope_rows
-from .semantics.problem import accumulating_dtype, default_scale, default_tolerance
+from ..semantics.bounds import KeyBounds, key_bounds, reach, upper_norms
+from ..semantics.checks import check_scale, check_softcap, check_tolerance, readable, slope_rows
+from ..semantics.problem import accumulating_dtype, default_scale, default_tolerance
+from .storage import Counts, Evicted, grown, real_norms, unfilled
 
 
 def gather_pages(pool: Tensor, table: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def gather_pages(pool: Tensor, table: Tensor) -> Tensor:
 
 
 class Pages:
-    """A pool of pages of `page` slots, and for each sequence the list of its pages; see `_slots.Storage`.
+    """A pool of pages of `page` slots, and for each sequence the list of its pages; see `storage.Storage`.
 
     A page that falls out of use is used again. `select` copies no key: it shares pages, and a shared page is copied
     when one of its owners writes to it. Page 0 belongs to nobody: tables are filled up with it and padding is written
@@ -29,7 +29,7 @@ class Pages:
 
     def __init__(self, key: Tensor, value: Tensor, page: int) -> None:
         batch, heads, _, dim = key.shape
-        self.page = page
+        self.page = self.block = page
         self.key = unfilled(key, 1, page, heads, dim)
         self.value = unfilled(value, 1, page, heads, value.shape[3])
         self.norms = unfilled(key, 1, heads, dtype=accumulating_dtype(key.dtype)).zero_()

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._layout import Layout, token_positions
-from ._slots import Storage
-from .semantics.bounds import reach, upper_norms
+from ..semantics.bounds import reach, upper_norms
+from .layout import Layout, token_positions
+from .storage import Storage
 
 
 @dataclass(frozen=True, eq=False)

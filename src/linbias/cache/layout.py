@@ -6,9 +6,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ._slots import Counts, Storage
-from .prepare import Request
-from .semantics.checks import check_count, check_tensor, readable
+from ..prepare import OPTION_KEYS
+from ..semantics.checks import check_tensor, readable
+from ..semantics.tokens import Tokens, unbiased_marks
+from .storage import Counts, Storage
 
 _OWNED = {
     "key_mask": "give padding to append(mask=...)",
@@ -24,7 +25,7 @@ _WINDOWED = {
     "sinks": "the sinks were fixed with the cache, which evicts by them",
     "prefix": "the prefix may have been evicted",
 }
-_OPTIONS = frozenset(Request._fields) - {"causal", "unbiased_marks"}
+_OPTIONS = OPTION_KEYS - {"causal"}
 
 
 def column(counts: Counts) -> Counts:
@@ -211,31 +212,29 @@ def token_positions(storage: Storage, layout: Layout, slots: Tensor) -> Tensor:
     return torch.where(slots < 0, slots, stored.gather(1, slots.clamp_min(0)))
 
 
-def placed(storage: Storage, layout: Layout, request: Request, queries: int, skip: int, *, always: bool) -> Request:
-    """The request with positions and padding, unless the defaults, ends aligned, say the same.
+def placed(
+    storage: Storage, layout: Layout, queries: int, skip: int, unbiased: int, *, always: bool
+) -> tuple[tuple[Tokens, Tokens], Tensor | None]:
+    """Both sides of a call from the T newest tokens to all that is kept, and (b, 1, T, 1), which rows are real.
 
     Args:
         storage, layout: what is where.
-        request: without any of them.
         queries: T.
         skip: pages left out when the keys were read.
-        always: write the defaults out, too.
+        unbiased: how many first tokens of each sequence have no bias.
+        always: write positions out where the defaults, ends aligned, say the same.
     """
+    device, keys = storage.key.device, layout.end - (0 if skip == 0 else skip * storage.block)
     if layout.aligned and storage.positions is None and not skip and not always:
-        return request
+        marks = unbiased_marks(unbiased, queries, keys, device)
+        rows = Tokens(queries, keys - queries, device, unbiased=marks[0])
+        return (rows, Tokens(keys, 0, device, unbiased=marks[1])), None
     slots = storage.slots(layout.end, skip)
-    rows, real = layout.queries(queries, slots.device)
-    shown, marks = request.attn_mask, None
-    if real is not None:
-        shown = real[:, None, :, None] if shown is None else real[:, None, :, None] & shown
-    count = check_count("unbiased", request.unbiased)
-    if count:
-        marks = (layout.index(rows) < count, layout.index(slots) < count)
-    return request._replace(
-        query_positions=token_positions(storage, layout, rows),
-        key_positions=token_positions(storage, layout, slots),
-        key_mask=layout.real(slots),
-        attn_mask=shown,
-        unbiased=0,
-        unbiased_marks=marks,
-    )
+    rows, real = layout.queries(queries, device)
+
+    def side(slots: Tensor) -> Tokens:
+        marks = layout.index(slots) < unbiased if unbiased else None
+        return Tokens(slots.shape[1], 0, device, token_positions(storage, layout, slots), unbiased=marks)
+
+    tokens = side(rows), side(slots)._replace(real=layout.real(slots))
+    return tokens, None if real is None else real[:, None, :, None]

@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .semantics.bounds import KeyBounds, append_norms, key_bounds
-from .semantics.checks import check_tensor
-from .semantics.problem import accumulating_dtype
+from ..semantics.bounds import KeyBounds, append_norms, key_bounds
+from ..semantics.checks import check_tensor
+from ..semantics.problem import accumulating_dtype
 
 Counts = int | Tensor
 """One number for all sequences, known on the host, or (b,) int64 on the device, b = B or 1."""
@@ -24,6 +24,8 @@ class Storage(Protocol):
 
     key: Tensor
     value: Tensor
+    block: int
+    """Keys that share one bound of their norm."""
     positions: Tensor | None
     """Positions of the tokens, where they are not their places in the text."""
 

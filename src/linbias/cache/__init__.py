@@ -7,15 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import attention
-from ._layout import Layout, check_counts, check_options, check_rows, placed, token_positions
-from ._pages import Pages, unseen_pages
-from ._slots import Slots, check_fit, check_tokens
-from ._streaming import stream
-from .attention import Aux
-from .cache_report import CacheReport, content_bound, report, view
-from .prepare import Request
-from .semantics.checks import (
+from ..attention import Aux, run
+from ..prepare import AttentionOptions, autocast, check_inputs, resolve
+from ..semantics.checks import (
     check_count,
     check_scale,
     check_tensor,
@@ -26,7 +20,12 @@ from .semantics.checks import (
     slope_rows,
     token_rows,
 )
-from .semantics.problem import default_scale, default_tolerance
+from ..semantics.problem import default_scale, default_tolerance
+from .layout import Layout, check_counts, check_options, check_rows, placed, token_positions
+from .pages import Pages, unseen_pages
+from .report import CacheReport, content_bound, report, view
+from .storage import Slots, check_fit, check_tokens
+from .streaming import stream
 
 
 class KVCache:
@@ -230,21 +229,26 @@ class KVCache:
         if check_tensor("query", query).dim() != 4:
             raise ValueError(f"query must have shape (batch, heads, tokens, head dim), got {tuple(query.shape)}")
         check_options(options, windowed=self._window is not None)
+        given: AttentionOptions = {"causal": causal, **options}  # pyright: ignore[reportAssignmentType]
         if self._window is not None:
-            options.update(window=self._window, sinks=self._sinks)
+            given.update(window=self._window, sinks=self._sinks)
         skip, spent = 0, 0.0
         if isinstance(storage, Pages) and self._layout.aligned and storage.positions is None:
             skip, spent = unseen_pages(storage, self._layout.end, query, slopes, options)
         if skip:
-            options["tolerance"] = spent  # one half for the pages left out, one for attention
+            given["tolerance"] = spent  # one half for the pages left out, one for attention
         key, value, bounds = storage.read(self._layout.end, skip)
         streams = self._streams and not self._layout.fits(self._sinks + (self._left or 0) + 1)
-        request = Request(causal=causal, key_bounds=bounds, **options)
-        request = placed(storage, self._layout, request, query.shape[2], skip, always=streams)
-        if streams:
-            result = stream(query, key, value, slopes, request, backend)
-        else:
-            result = attention.attend(query, key, value, slopes, request, backend)
+        unbiased = check_count("unbiased", given.get("unbiased", 0))
+        tokens, real = placed(storage, self._layout, query.shape[2], skip, unbiased, always=streams)
+        if real is not None:
+            mask = given.get("attn_mask")
+            given["attn_mask"] = real if mask is None else real & mask
+        inputs = autocast(query, key, value)
+        check_inputs(*inputs)
+        bounds = bounds if inputs[1].dtype == key.dtype else None
+        problem, operands = resolve(inputs, slopes, given, tokens, bounds=bounds)
+        result = stream(operands, problem.options, backend) if streams else run(problem, operands, backend)
         if skip:
             result = result._replace(skipped=result.skipped + spent)
         return (result.out, Aux.of(result)) if return_aux else result.out
