@@ -25,32 +25,30 @@ def judged(inputs: Inputs) -> Judge:
     a wrong rule in it would widen the budget until everything fits.
     """
     own = Judge.of(inputs)
-    judge = replace(own, exact=answers(inputs))
+    exact = answers(inputs)
+    assert_rounded(own.exact, exact, inputs, torch.float64)
     single = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
-    assert own.exact.keys() == judge.exact.keys()
-    for name, found in own.exact.items():
-        assert_rounded(found, judge, name, torch.float64)
-        if "slopes" not in name:  # their budget is made of terms
-            stored = torch.finfo(inputs.dtype_of(name)).eps * max(1.0, _largest(judge.exact[name]))
-            assert judge.plain_error[name] <= rounding(judge, name, single) + stored, f"{name} of the plain formula"
-    return judge
+    for name, error in own.plain_error.items():
+        if "slopes" not in name:  # whose budget is made of terms
+            stored = torch.finfo(inputs.dtype_of(name)).eps * max(1.0, _largest(exact[name]))
+            assert error <= rounding(exact, name, inputs, single) + stored, f"{name} of the plain formula: {error:.2e}"
+    return replace(own, exact=exact)
 
 
-def rounding(judge: Judge, name: str, dtype: torch.dtype) -> float:
-    """More than rounding can do: every result is a sum of products of exponentials of scores, each rounded in dtype."""
-    inputs = judge.inputs
+def rounding(exact: dict[str, Tensor], name: str, inputs: Inputs, dtype: torch.dtype) -> float:
+    """More than rounding can do: a result is a sum of products with exponentials of scores, each rounded in dtype."""
     (_, heads, queries, dim), (_, _, keys, width) = inputs.query.shape, inputs.value.shape
-    scores = max(1.0, _largest(judge.exact["lse"]))
-    summands = queries * keys * heads + dim + width
-    return summands * torch.finfo(dtype).eps * scores * max(1.0, _largest(judge.exact[name]))
+    scores, largest = (max(1.0, _largest(exact[which])) for which in ("lse", name))
+    return (queries * keys * heads + dim + width) * torch.finfo(dtype).eps * scores * largest
 
 
-def assert_rounded(found: Tensor, judge: Judge, name: str, dtype: torch.dtype) -> None:
+def assert_rounded(found: dict[str, Tensor], exact: dict[str, Tensor], inputs: Inputs, dtype: torch.dtype) -> None:
     """Nothing but rounding in dtype lies between what was found and the oracle."""
-    exact = judge.exact[name]
-    assert found.shape == exact.shape, f"{name}: shape {tuple(found.shape)}, expected {tuple(exact.shape)}"
-    error = largest_error(found, exact)
-    assert error <= rounding(judge, name, dtype), f"{name}: {error:.2e} from the oracle"
+    assert found.keys() == exact.keys()
+    for name, wanted in exact.items():
+        assert found[name].shape == wanted.shape, f"{name}: {tuple(found[name].shape)}, expected {tuple(wanted.shape)}"
+        error, bound = largest_error(found[name], wanted), rounding(exact, name, inputs, dtype)
+        assert error <= bound, f"{name}: {error:.2e} from the oracle, at most {bound:.2e} is rounding"
 
 
 def _largest(tensor: Tensor) -> float:
