@@ -5,6 +5,7 @@
 """
 
 import math
+import re
 from dataclasses import replace
 from functools import lru_cache
 
@@ -17,14 +18,27 @@ from tests.every import every_backend
 from tests.judged import answers, assert_rounded, judged
 from tests.oracle import Call, attend, bias, philox4x32
 
-# What is known to be wrong: test, backend, fault. Each is strict, so whoever mends one removes its line.
-KNOWN: tuple[tuple[str, str, str], ...] = ()
+# What is known to be wrong today, by the name of the test. Strict: whoever mends one removes its line.
+LARGE_DISTANCES = "AT13: differences of positions that int64 does not hold wrap around"
+KNOWN = {
+    r"half_subnormals.*-native": "AT1",
+    r"no_double_holds.*-tiled": "AT2",
+    r"large_log_sum_exp.*native": "AT3",
+    r"do_not_overflow.*-native": "AT5",
+    r"is_shown.a cap-native": "AT6",
+    r"not_leak.(euclidean|manhattan)-key_positions": "AT7",
+    r"not_leak.(euclidean|manhattan)-query_positions-(reference|tiled)": "AT7",
+    r"is_shown.scale 0-tiled": "AT8",
+    r"integers_allow.9223372036854775807-native": "AT9",
+    r"no_dimension.*-native": "AT10",
+    r"integers_allow.(11529215046068469760|18446744073709551615)": LARGE_DISTANCES,
+}
 
 
 @pytest.fixture(autouse=True)
 def expect_known_faults(request: pytest.FixtureRequest) -> None:
-    for test, backend, fault in KNOWN:
-        if request.node.originalname == test and request.node.callspec.params.get("backend") == backend:
+    for name, fault in KNOWN.items():
+        if re.search(name, request.node.name):
             request.applymarker(pytest.mark.xfail(strict=True, reason=fault))
 
 
@@ -206,10 +220,10 @@ LONG = (
     Case(batch=1, heads=3, queries=1501, keys=1733, causal=True, spread=2.0),
     Case(batch=1, heads=3, kv_heads=1, queries=1511, keys=1487, value_dim=9, causal=True, window=(301, 0), sinks=5,
          prefix=37, padding="holes", segments="packed", slopes="mixed", future="steeper", poison=True),
-    Case(batch=1, heads=5, kv_heads=1, queries=1009, keys=1103, slopes="mixed", future="negative", unbiased=3,
+    Case(batch=1, heads=5, kv_heads=1, queries=709, keys=803, slopes="mixed", future="negative", unbiased=3,
          mask="keys", padding="left", poison=True),
-    Case(batch=1, heads=2, queries=1213, keys=1201, positions="points", metric="euclidean", slopes="double"),
-    Case(batch=1, heads=2, queries=1301, keys=1307, causal=True, positions="far", dropout_p=0.2, softcap=9.0),
+    Case(batch=1, heads=2, queries=1013, keys=1001, positions="points", metric="euclidean", slopes="double"),
+    Case(batch=1, heads=2, queries=907, keys=911, causal=True, positions="far", dropout_p=0.2, softcap=9.0),
     Case(batch=3, heads=4, kv_heads=2, queries=3, keys=3001, causal=True, padding="left", slopes="items", sinks=3,
          window=(2000, 0), poison=True),
     Case(batch=1, heads=1, queries=2503, keys=2999, causal=True, window=(1000, 0), sinks=9, positions="jumps"),
@@ -230,32 +244,33 @@ def test_long_calls(case: Case, dtype: torch.dtype, backend: str):
     judge_of(replace(case, dtype=dtype)).assert_conforms(backend)
 
 
-# A second after a second in nanoseconds, and both ends of int64: doubles tell none of these from their neighbours.
+# Seconds in nanoseconds, and both ends of int64: a double tells none of these positions from its neighbours.
 @every_backend
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("options", [{}, {"window": (10, 3)}, {"causal": False, "sinks": 2, "window": (5, 5)}], ids=str)
-@pytest.mark.parametrize("start", [1_700_000_000_000_000_000, 2**63 - 331, -(2**63)])
-def test_positions_that_no_double_holds(start: int, options: dict, dtype: torch.dtype, backend: str):
-    keys = torch.arange(331) + start
-    inputs = make_inputs(Case(batch=1, queries=307, keys=331, causal=True, dtype=dtype))
-    judged(changed(inputs, query_positions=keys[24:], key_positions=keys, **options)).assert_conforms(backend)
+@pytest.mark.parametrize("start", [1_700_000_000_000_000_000, 2**63 - 700, -(2**63)])
+def test_positions_that_no_double_holds(start: int, backend: str):
+    keys = torch.arange(700) + start
+    places = {"query_positions": keys[33:], "key_positions": keys, "slopes": torch.tensor([0.1])}
+    for dtype in (torch.float64, torch.float32):
+        inputs = make_inputs(Case(batch=1, heads=1, queries=667, keys=700, dtype=dtype))
+        for options in ({"causal": True}, {"causal": True, "window": (10, 3)}, {"sinks": 2, "window": (5, 5)}):
+            judged(changed(inputs, **places, **options)).assert_conforms(backend)
 
 
-# A product with the slope is exact for all of these: 2^63 - 1 is the largest difference that int64 holds.
+# 2^63 - 1 is the largest difference that int64 holds, but any two positions have a distance.
 @every_backend
-@pytest.mark.parametrize("options", [{}, {"window": (2**62, None)}, {"window": (None, 5), "causal": False}], ids=str)
 @pytest.mark.parametrize("far", [2**62, 2**63 - 1, 2**63 + 2**61, 2**64 - 1])
-def test_distances_as_large_as_integers_allow(far: int, options: dict, backend: str):
-    last = 2**63 - 1
-    keys = torch.tensor([last - far, last - 5, last, last - 70, last - far, last - far + 9, last - 2])
-    slopes = torch.tensor([0.0, 2.0**-62, 0.25], dtype=torch.float64)
-    inputs = make_inputs(Case(batch=1, queries=5, keys=7, causal=True, dtype=torch.float64))
-    inputs = changed(inputs, slopes=slopes, query_positions=keys[:5], key_positions=keys, **options)
-    exact = answers(inputs)
-    found, _ = evaluate(inputs, backend)
-    for name in ("grad_slopes",):  # whose terms are as large as the distances
-        assert_close(found.pop(name), exact.pop(name), float(far))
-    assert_rounded(found, exact, inputs, torch.float64)
+def test_distances_as_large_as_integers_allow(far: int, backend: str):
+    last, inputs = 2**63 - 1, make_inputs(Case(batch=1, queries=5, keys=7, dtype=torch.float64))
+    queries = torch.tensor([last, last - 5, last - far + 2, last - far, last - far // 2])
+    slopes = torch.tensor([0.0, 2.0**-62, 2.0**-61], dtype=torch.float64)
+    for steps in ((0, 1, 2, 3, 4, 5, 6), (4, 0, 9, 3, 0, 1, 70)):
+        keys = torch.tensor([last - far + step for step in steps])
+        for options in ({"causal": True}, {"causal": True, "window": (2**62, None)}, {"window": (None, 5)}):
+            given = changed(inputs, slopes=slopes, query_positions=queries, key_positions=keys, **options)
+            exact, (found, _) = answers(given), evaluate(given, backend)
+            # Its terms are as large as the distances, whatever is left of their sum.
+            assert_close(found.pop("grad_slopes"), exact.pop("grad_slopes"), float(far))
+            assert_rounded(found, exact, given, torch.float64)
 
 
 def assert_close(found: torch.Tensor, exact: torch.Tensor, scale: float) -> None:
@@ -267,64 +282,59 @@ def assert_close(found: torch.Tensor, exact: torch.Tensor, scale: float) -> None
 # All keys weigh the same, so only the log-sum-exp is large; a backward that trusts its rounded value is off.
 @every_backend
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("size", [10**5, 10**7, 2 * 10**8])
-@pytest.mark.parametrize("where", ["bias", "content"])
-def test_a_large_log_sum_exp_costs_the_gradient_nothing(where: str, size: int, dtype: torch.dtype, backend: str):
-    inputs = make_inputs(Case(batch=1, heads=1, queries=5, keys=17, head_dim=1, value_dim=3, dtype=dtype))
-    content = 1000.0 if where == "content" else 0.0
-    inputs = changed(
-        inputs,
-        query=torch.full_like(inputs.query, content),
-        key=torch.full_like(inputs.key, size / 1000),
-        slopes=torch.full_like(inputs.slopes, 0.5),
-        scale=1.0,
-        query_positions=torch.full((5,), size if where == "bias" else 0),
-        key_positions=torch.zeros(17, dtype=torch.int64),
-    )
-    exact = answers(inputs)
+@pytest.mark.parametrize("of", ["bias", "content"])
+def test_a_large_log_sum_exp_costs_the_gradient_nothing(of: str, dtype: torch.dtype, backend: str):
+    inputs = make_inputs(Case(batch=1, heads=1, queries=5, keys=17, head_dim=1, value_dim=3, scale=1.0, dtype=dtype))
     expected = (inputs.grad_out.double().sum(2, keepdim=True) / 17).expand(1, 1, 17, 3)
-    assert_close(exact["grad_value"], expected, 1.0)
-    assert exact["lse"].abs().min() >= size / 2 - 3
-    found, _ = evaluate(inputs, backend)
-    assert_close(found["lse"], exact["lse"], float(size))
-    for name in ("out", "grad_value"):
-        assert_close(found[name], exact[name], 10.0)
+    for size in (10**5, 10**7, 2 * 10**8):
+        given = changed(
+            inputs,
+            query=torch.full_like(inputs.query, 1000.0 if of == "content" else 0.0),
+            key=torch.full_like(inputs.key, size / 1000),
+            slopes=torch.full_like(inputs.slopes, 0.5),
+            query_positions=torch.full((5,), size if of == "bias" else 0),
+            key_positions=torch.zeros(17, dtype=torch.int64),
+        )
+        exact, (found, _) = answers(given), evaluate(given, backend)
+        assert_close(exact["grad_value"], expected, 1.0)
+        assert exact["lse"].abs().min() >= size / 2 - 3
+        for name, scale in (("lse", float(size)), ("out", 10.0), ("grad_value", 10.0)):
+            assert_close(found[name], exact[name], scale)
 
 
 @every_backend
-@pytest.mark.parametrize("far", [0, 10**8])
-def test_a_large_log_sum_exp_keeps_what_contents_say(far: int, backend: str):
-    inputs = make_inputs(Case(batch=1, queries=67, keys=71, spread=0.7, dtype=torch.float64))
-    places = {"query_positions": torch.full((67,), far), "key_positions": torch.arange(71) % 3}
-    judged(changed(inputs, slopes=torch.tensor([0.5, 0.25, 1.0]).double(), **places)).assert_conforms(backend)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_large_log_sum_exp_keeps_what_contents_say(dtype: torch.dtype, backend: str):
+    inputs = make_inputs(Case(batch=1, queries=67, keys=71, spread=0.7, dtype=dtype))
+    for far in (10**3, 10**6, 10**8):
+        places = {"query_positions": torch.full((67,), far), "key_positions": torch.arange(71) % 3}
+        judged(changed(inputs, slopes=torch.tensor([0.5, 0.25, 1.0], dtype=dtype), **places)).assert_conforms(backend)
 
 
 @every_backend
-@pytest.mark.parametrize("where", ["value", "content"])
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (19, 33), (67, 131)])
-def test_half_subnormals_are_numbers(where: str, queries: int, keys: int, backend: str):
-    inputs = make_inputs(Case(queries=queries, keys=keys, causal=True, dtype=torch.float16))
-    small = {"value": inputs.value * 2.0**-16} if where == "value" else {
-        "query": inputs.query * 2.0**-16, "key": inputs.key * 2.0**-16, "scale": 2.0**30}  # fmt: skip
-    judge = judged(changed(inputs, **small))
-    try:
-        if not torch.set_flush_denormal(True):
-            pytest.skip("this processor cannot flush subnormal numbers")
-        judge.assert_conforms(backend)
-    finally:
-        torch.set_flush_denormal(False)
+@pytest.mark.parametrize("where", [("value",), ("query", "key")], ids=str)
+def test_half_subnormals_are_numbers(where: tuple, backend: str):
+    for queries, keys in ((1, 1), (19, 33), (67, 131)):
+        inputs = make_inputs(Case(queries=queries, keys=keys, causal=True, dtype=torch.float16))
+        small = {name: getattr(inputs, name) * 2.0**-15 for name in where}
+        judge = judged(changed(inputs, scale=2.0**26 if "key" in where else 0.25, **small))
+        try:
+            if not torch.set_flush_denormal(True):
+                pytest.skip("this processor cannot flush subnormal numbers")
+            judge.assert_conforms(backend)
+        finally:
+            torch.set_flush_denormal(False)
 
 
 @every_backend
 def test_weights_times_large_values_do_not_overflow(backend: str):
-    # Scores around 18 and values of 1e30: unscaled sums reach 1e38, the results do not.
-    inputs = make_inputs(Case(batch=1, queries=67, keys=71, causal=True, spread=18 / 4, slopes="zero"))
-    inputs = changed(inputs, query=inputs.key[:, :, 4:], key=inputs.key[:, :, :1].expand_as(inputs.key),
-                     scale=0.25, value=torch.full_like(inputs.value, 1e30))  # fmt: skip
-    inputs = changed(inputs, query=18 / 4.5 * inputs.key[:, :, 4:] / inputs.key[:, :, 4:].norm(dim=-1, keepdim=True))
-    inputs = changed(inputs, key=18 * inputs.key / inputs.key.norm(dim=-1, keepdim=True))
-    found, exact = evaluate(inputs, backend)[0], answers(inputs)
-    assert_close(exact["out"], torch.tensor(1e30), 1e30)
+    # The keys that are visited first score 0, the others 18: sums relative to 0 reach 1e39, the results 1e30.
+    inputs = make_inputs(Case(batch=1, queries=67, keys=211, causal=True, slopes="zero"))
+    keys = torch.full_like(inputs.key, 4.5)
+    keys[:, :, 131:] = 0.0
+    given = changed(inputs, query=torch.ones_like(inputs.query), key=keys, value=torch.full_like(keys, 1e30))
+    found, exact = evaluate(given, backend)[0], answers(given)
+    assert exact["out"].sub(1e30).abs().max() < 1e24 and exact["lse"].sub(18 + math.log(131)).abs().max() < 1e-5
     for name in ("out", "lse", "grad_value"):
         assert_close(found[name], exact[name], float(exact[name].abs().max()))
 
@@ -340,14 +350,17 @@ def rows_of_nan(inputs: Inputs, backend: str) -> int:
 
 
 @every_backend
-@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"softcap": 5.0, "slopes": torch.tensor([0.5])}, {"scale": 0.0},
-                                     {}, {"softcap": 5.0, "scale": 0.0}], ids=str)  # fmt: skip
-@pytest.mark.parametrize("content", [math.nan, math.inf])
-def test_what_is_seen_and_no_number_is_shown(content: float, options: dict, backend: str):
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 5.0}, {"scale": 0.0}, {"softcap": 5.0, "scale": 0.0}],
+    ids=["plain", "a cap", "scale 0", "both"],
+)  # fmt: skip
+def test_what_is_seen_and_no_number_is_shown(options: dict, backend: str):
     inputs = make_inputs(Case(batch=1, heads=1, queries=307, keys=307, causal=True))
-    key = inputs.key.clone()
-    key[0, 0, 3] = content  # with a query of both signs, an infinite one gives inf - inf
-    assert rows_of_nan(changed(inputs, key=key, **options), backend) == 304
+    for content in (math.nan, math.inf):  # a query of both signs makes inf - inf of the second
+        key = inputs.key.index_fill(2, torch.tensor(3), content)
+        for slope in (0.5, 2.0**-8):
+            given = changed(inputs, key=key, slopes=torch.tensor([slope]), **options)
+            assert rows_of_nan(given, backend) == 304
 
 
 @every_backend
@@ -368,45 +381,39 @@ def test_coordinates_of_no_dimension_are_one_place(metric: str, backend: str):
 
 
 PLACES = {
-    "integers": Case(batch=3, heads=6, kv_heads=2, causal=True, window=(9, 0), sinks=1, segments="packed", future="steeper",
-                     positions="items"),
-    "euclidean": Case(batch=3, heads=6, kv_heads=2, positions="points", metric="euclidean", slopes="mixed"),
-    "manhattan": Case(batch=3, heads=6, kv_heads=2, positions="points", metric="manhattan", unbiased=2),
+    "integers": Case(batch=3, heads=6, kv_heads=2, causal=True, window=(9, 0), sinks=1, segments="packed",
+                     positions="items", slopes="items", future="items"),
+    "euclidean": Case(batch=3, heads=6, kv_heads=2, positions="points", metric="euclidean", slopes="items"),
+    "manhattan": Case(batch=3, heads=6, kv_heads=2, positions="points", metric="manhattan", slopes="items", unbiased=2),
 }  # fmt: skip
-OPERANDS = ("key", "value", "key_positions", "key_segments", "query", "grad_out", "grad_lse", "query_positions",
-            "query_segments", "slopes", "future_slopes")  # fmt: skip
+OF_KEYS = ("key", "value", "key_positions", "key_segments")
+OF_ITEMS = ("query", "grad_out", "grad_lse", "query_positions", "query_segments", "slopes", "future_slopes")
+ORDERED = ("key_segments", "query_segments", "future_slopes")
 
 
 @lru_cache(maxsize=1)
-def hidden_keys(places: str) -> tuple[Inputs, torch.Tensor, dict[str, torch.Tensor]]:
-    """A call in which a third of the keys is padding and the first item sees nothing; what is padding; the answers."""
-    inputs = make_inputs(PLACES[places])
+def mostly_hidden(places: str) -> tuple[Inputs, torch.Tensor, dict[str, torch.Tensor]]:
+    """A call in which a third of the keys is padding and the first item sees nothing; its mask; the answers."""
     mask = (torch.arange(23) % 3 > 0) & (torch.arange(3) > 0)[:, None]
-    rows = {name: getattr(inputs, name).expand(3, -1) for name in ("slopes", "future_slopes")
-            if getattr(inputs, name) is not None}  # fmt: skip
-    inputs = changed(inputs, key_mask=mask, **rows)
+    inputs = changed(make_inputs(PLACES[places]), key_mask=mask)
     return inputs, mask, answers(inputs)
 
 
 @every_backend
-@pytest.mark.parametrize("content", [math.nan, math.inf, -math.inf, 1e30])
-@pytest.mark.parametrize("operand", OPERANDS)
-@pytest.mark.parametrize("places", PLACES)
-def test_hidden_poison_of_every_operand(places: str, operand: str, content: float, backend: str):
-    inputs, mask, exact = hidden_keys(places)
-    given = inputs.tensors().get(operand)
-    if given is None:
-        pytest.skip(f"the call with places {places} has no {operand}")
-    if given.is_floating_point():
-        bad = torch.tensor(content, dtype=given.dtype)
-    else:
-        bad = torch.tensor({math.inf: 2**63 - 1, -math.inf: -(2**63), 1e30: 2**60}.get(content, 7))
-        given = given.long()
-    keep = mask if operand in ("key", "value", "key_positions", "key_segments") else (torch.arange(3) > 0)[:, None]
-    if operand in ("key", "value", "query", "grad_out", "grad_lse"):
-        keep = keep[:, None]
-    given = given.expand(3, *given.shape[1:]) if given.shape[0] == 3 else given.expand(3, *given.shape)
-    keep = keep.reshape(*keep.shape, *(1,) * (given.dim() - keep.dim()))
-    poisoned = changed(inputs, **{operand: torch.where(keep, given, bad)})
-    assert all(one.equal(other) for one, other in zip(answers(poisoned).values(), exact.values(), strict=True))
-    assert_rounded(evaluate(poisoned, backend)[0], exact, inputs, torch.float32)
+@pytest.mark.parametrize(
+    ("places", "operand"),
+    [(places, operand) for places in PLACES for operand in OF_KEYS + OF_ITEMS
+     if places == "integers" or operand not in ORDERED],
+)  # fmt: skip
+def test_what_is_hidden_does_not_leak(places: str, operand: str, backend: str):
+    inputs, mask, exact = mostly_hidden(places)
+    given, contents = inputs.tensors()[operand], (math.nan, math.inf, -math.inf, 1e30)
+    if not given.is_floating_point():
+        given, contents = given.long(), (1, 2**63 - 1, -(2**63), 2**60)
+    real = mask if operand in OF_KEYS else mask.any(1, keepdim=True)
+    real = real[:, None] if operand in ("key", "value", "query", "grad_out", "grad_lse") else real
+    hidden = ~real.reshape(*real.shape, *(1,) * (given.dim() - real.dim()))
+    for content in contents:
+        poisoned = changed(inputs, **{operand: given.masked_fill(hidden, content)})
+        assert all(one.equal(other) for one, other in zip(answers(poisoned).values(), exact.values(), strict=True))
+        assert_rounded(evaluate(poisoned, backend)[0], exact, inputs, torch.float32)
