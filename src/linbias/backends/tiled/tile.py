@@ -269,15 +269,24 @@ def _one_sided(call: Call, piece: Piece, query: Tensor, key: Tensor) -> Scores:
     return Scores(content, lead, (rows, keys), None, None, tanh)
 
 
-def _exp(scores: Scores, shift: Tensor) -> Tensor:
-    """exp(relative - shift), in place; 0 where hidden, and elsewhere never a subnormal number.
+def _exp(scores: Scores, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(score - shift) as (n, M, N), computed in place, times (n, M, 1), wide; `shift` is (n, M, 1), wide.
 
-    Processors take a hundred times longer over subnormals, which far keys of a steep head would give by the million.
-    The floor is the square of eps, about: N keys at it are nothing beside the rounding of a row's largest weight.
+    The second factor is what rounding drops of the shift, which may be larger than any score. The first is 0 where
+    hidden and never a subnormal number: processors take a hundred times longer over those, and far keys of a steep head
+    would give millions. Its floor is about the square of eps, so that N keys at it are nothing beside the rounding of
+    the row's largest weight.
     """
-    floor = -600.0 if shift.dtype == torch.float64 else -60.0
-    weights = scores.relative.sub_(shift).clamp_min_(floor).exp_()
-    return weights if scores.hidden is None else weights.masked_fill_(scores.hidden, 0.0)
+    total, dropped = shift, 0.0
+    if scores.lead is not None:
+        total = shift + scores.lead
+        added = total - shift
+        dropped = (shift - (total - added)) + (scores.lead - added)
+    used = total.to(scores.relative.dtype)
+    rest = torch.where(used.isfinite(), (used - total) - dropped, 0.0).exp()
+    floor = -600.0 if used.dtype == torch.float64 else -60.0
+    weights = scores.relative.sub_(used).clamp_min_(floor).exp_()
+    return weights if scores.hidden is None else weights.masked_fill_(scores.hidden, 0.0), rest
 
 
 def _kept(call: Call, piece: Piece) -> Tensor | None:
@@ -322,18 +331,17 @@ class Softmax:
         found = scores.relative.amax(-1).to(old.dtype)
         row_max = torch.maximum(old, found if scores.lead is None else found - scores.lead.squeeze(-1))
         shift = torch.where(row_max == -torch.inf, 0.0, row_max)
-        local = shift.unsqueeze(-1) if scores.lead is None else shift.unsqueeze(-1) + scores.lead
-        weights = _exp(scores, local.to(call.query.dtype))
+        weights, rest = _exp(scores, shift.unsqueeze(-1))
         fade = (old - shift).exp()
         self.row_max[rows] = row_max
-        self.row_sum[rows] = self.row_sum[rows] * fade + weights.sum(-1)
+        self.row_sum[rows] = self.row_sum[rows] * fade + weights.sum(-1) * rest.squeeze(-1)
         if self.out is None:
             return
         kept = _kept(call, piece)
         if kept is not None:
             weights.mul_(kept)
         out = self.out[rows] * fade.unsqueeze(-1).to(self.out.dtype)
-        self.out[rows] = torch.baddbmm(out, weights, call.keys_of(call.value, piece))
+        self.out[rows] = out.addcmul_(torch.bmm(weights, call.keys_of(call.value, piece)), rest.to(out.dtype))
 
     def lse(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(BH * T,) twice: the log of the sum, -inf where nothing was visible, and what rounding to `dtype` drops."""
@@ -359,8 +367,8 @@ class GradientSums:
 
     grad_out: Tensor | None
     """(BH * T, V); None: only the lse has a gradient, and values play no part."""
-    lse: Tensor
-    """(BH * T,), wide; inf for rows that saw nothing."""
+    lse: tuple[Tensor, Tensor]
+    """(BH * T,) each, wide: its two parts; inf and 0 for rows that saw nothing."""
     delta: Tensor
     """(BH * T,)."""
     query: Tensor
@@ -389,7 +397,7 @@ class GradientSums:
             delta = delta - grad_lse.to(dtype).flatten(0, 2).masked_fill(unseen, 0.0)
         return GradientSums(
             grad_out=wanted,
-            lse=(lse.to(row) + lse_low).masked_fill(unseen, torch.inf),
+            lse=(lse.to(row).masked_fill(unseen, torch.inf), lse_low.to(row)),
             delta=delta,
             query=call.query.new_zeros(call.query.shape),
             key=call.key.new_zeros(call.key.shape),
@@ -400,12 +408,11 @@ class GradientSums:
     def add(self, call: Call, piece: Piece, needs: tuple[bool, ...]) -> None:
         """One piece's part of every gradient that is needed."""
         rows = call.rows_of(piece)
-        scores, shift = Scores.of(call, piece, rows), self.lse[rows].unsqueeze(-1)
-        shift = shift if scores.lead is None else shift + scores.lead
-        high = shift.to(call.query.dtype)
-        # exp(score - lse) = exp(score - high) * exp(high - lse); the second factor goes with what multiplies the row.
-        rest = torch.where(high.isfinite(), high - shift, 0.0).exp().to(call.query.dtype)
-        weights, kept = _exp(scores, high), _kept(call, piece)
+        scores, kept = Scores.of(call, piece, rows), _kept(call, piece)
+        lse, lse_low = (part[rows].unsqueeze(-1) for part in self.lse)
+        weights, rest = _exp(scores, lse)
+        # The row's share of each weight goes with what multiplies the row.
+        rest = (rest * (-lse_low).exp()).to(call.query.dtype)
         delta = self.delta[rows].unsqueeze(-1) * rest
         if self.grad_out is None:
             grad = weights * -delta
