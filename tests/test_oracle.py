@@ -25,7 +25,7 @@ KNOWN = {
     r"do_not_overflow.native": "AT5",
     r"is_shown.a cap-native": "AT6",
     r"not_leak.(euclidean|manhattan)-key_positions-native": "AT7",
-    r"integers_allow.*native": "AT9",
+    r"integers_allow.(9223372036854775807|11529215046068469760|18446744073709551615)-native": "AT9",
     r"no_dimension.*-native": "AT10",
 }
 
