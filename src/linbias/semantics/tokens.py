@@ -71,6 +71,11 @@ class Tokens(NamedTuple):
         """Whether all batch items have the same tokens."""
         return all(field.shape[0] == 1 for field in self if isinstance(field, Tensor))
 
+    @property
+    def plain(self) -> bool:
+        """Whether tokens differ in their place alone."""
+        return not any(isinstance(field, Tensor) for field in self)
+
     def places(self) -> Tensor:
         """(b, N[, C]): the positions, written out where they are not given."""
         if self.position is not None:
