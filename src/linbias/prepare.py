@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .semantics.bounds import KeyBounds
 from .semantics.checks import (
+    autocast_enabled,
     check_count,
     check_dense,
     check_flag,
@@ -165,7 +166,7 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
     kind = query.device.type
-    if kind == "meta" or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if not autocast_enabled(kind):
         return query, key, value
     dtype = torch.get_autocast_dtype(kind)
 
