@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How close the ledgers come to the fewest tiles possible: ``python benchmarks/tiles.py [--steps 150]``.
+"""How close the ledgers come to the fewest tiles possible: ``python -m benchmarks.tiles [--steps 150]``.
 
 For each strip of 64 rows and block of 64 keys, at the default tolerance, causal. "fewest" knows the true weights, in
 float64: for each row alone it skips the smallest blocks that fit the tolerance, and a strip visits what the row that
@@ -15,10 +15,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from benchmarks.inputs import trained, with_sink
 from linbias.backends import reference
 from linbias.backends._tiled_call import Call
 from linbias.backends.tiled import Plan
-from linbias.lab.bench.inputs import SINK, Content, normal, trained
+from linbias.lab.bench.race import Content, normal
 from linbias.lab.config import ModelConfig
 from linbias.prepare import Request, prepare
 from linbias.problem import Operands, Problem
@@ -75,7 +76,7 @@ def main() -> None:
     print("share of the visible 64 x 64 tiles that are visited")
     print(f"{'inputs':34}{'ours':>8}{'exact ledger':>14}{'fewest':>8}{'ours / fewest':>15}")
     for length in options.lengths:
-        inputs = [normal(length), normal(length, sink=SINK)]
+        inputs = [normal(length), with_sink(length)]
         if options.steps and length == options.lengths[-1]:
             inputs += trained(ModelConfig(layers=3), options.steps, length)
         for content in inputs:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import alibi_slopes, reach
 from ..problem import default_tolerance
-from ..reach import reach
-from ..slopes import alibi_slopes
 from .config import InspectCommand
 from .tables import align
 

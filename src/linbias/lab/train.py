@@ -19,7 +19,7 @@ from torch import Tensor
 from .config import ConfigError, ModelConfig, TrainConfig, TrainedScheme
 from .data import Corpus, Text, require_bytes
 from .model import Decoder, build_decoder, cost_per_token
-from .monitor import Interrupted, Monitor, SaveClock
+from .progress import Interrupted, SaveClock, Tell, unwatched
 from .storage import CheckpointError, fingerprint, load_tensors, save_tensors
 
 KIND = "linbias decoder"
@@ -38,8 +38,9 @@ class Run:
     device: str
     """A device as torch names it, not "auto"."""
 
-    def fingerprint(self) -> str:
-        """Return 12 hexadecimal digits that change when the weights could."""
+    @property
+    def identity(self) -> str:
+        """12 hexadecimal digits that change when the weights could."""
         return fingerprint(
             scheme=self.scheme,
             model=self.model,
@@ -50,7 +51,7 @@ class Run:
 
     def checkpoint(self, folder: Path) -> Path:
         """Return where the trained model is kept below `folder`."""
-        return folder / f"{self.scheme}-{self.fingerprint()}.safetensors"
+        return folder / f"{self.scheme}-{self.identity}.safetensors"
 
 
 def resolve_device(name: str) -> str:
@@ -68,33 +69,34 @@ def resolve_device(name: str) -> str:
     return str(torch.device(name))
 
 
-def train(run: Run, folder: Path, monitor: Monitor) -> Path:
+def train(run: Run, folder: Path, tell: Tell = unwatched) -> Path:
     """Train to the end, from the start or from where an earlier call stopped, and return the checkpoint.
 
     A finished checkpoint of the same run is returned as it is.
 
     Raises:
-        Interrupted: the monitor asked to stop; the state is saved.
+        Interrupted: `tell` raised it; the state is saved.
         DataError: too little text for one passage.
     """
     path = run.checkpoint(folder)
     if path.exists():
-        monitor.resume(1.0)
+        tell(1.0, "")
         return path
     partial = path.with_suffix(".partial.safetensors")
     trainer = Trainer(run)
     if partial.exists():
         trainer.restore(partial)
-    monitor.resume(trainer.step / run.train.steps)
     clock = SaveClock()
-    while trainer.step < run.train.steps:
-        if monitor.should_stop():
-            trainer.save_partial(partial)
-            raise Interrupted(f"{run.scheme}: stopped after {trainer.step} of {run.train.steps} updates, saved")
-        bits = trainer.update()
-        monitor.advance(trainer.step / run.train.steps, f"{bits:.2f} bits/byte")
-        if clock.due():
-            trainer.save_partial(partial)
+    try:
+        tell(trainer.step / run.train.steps, "")
+        while trainer.step < run.train.steps:
+            bits = trainer.update()
+            tell(trainer.step / run.train.steps, f"{bits:.2f} bits/byte")
+            if clock.due():
+                trainer.save_partial(partial)
+    except Interrupted:
+        trainer.save_partial(partial)
+        raise Interrupted(f"{run.scheme}: stopped after {trainer.step} of {run.train.steps} updates, saved") from None
     trainer.save_final(path)
     partial.unlink(missing_ok=True)
     return path
@@ -171,7 +173,7 @@ class Trainer:
             tensors, about = load_tensors(path)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; delete it to start over") from error
-        if about.get("fingerprint") != self.run.fingerprint():
+        if about.get("fingerprint") != self.run.identity:
             raise CheckpointError(f"{str(path)!r} belongs to another run; delete it to start over")
         weights = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
         self._model.load_state_dict(weights)
@@ -194,7 +196,7 @@ class Trainer:
         run = self.run
         return {
             "kind": KIND,
-            "fingerprint": run.fingerprint(),
+            "fingerprint": run.identity,
             "scheme": run.scheme,
             "model": asdict(run.model),
             "train": asdict(run.train),
