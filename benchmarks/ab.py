@@ -18,9 +18,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, not with -m
+if sys.argv[1:] == ["--worker"]:  # what compares two installs needs neither
+    import torch
 
-from benchmarks.pairs import ratio_of_pairs  # noqa: E402
+    import linbias
+else:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, not with -m
+    from benchmarks.pairs import ratio_of_pairs
 
 SAMPLE_SECONDS = 0.05
 """A sample repeats a short call until it lasts about this long: clocks and interrupts blur less of it."""
@@ -31,80 +35,80 @@ HEADS, DIM, CACHED, STEPS = 12, 64, 32_768, 64
 # --- the worker ------------------------------------------------------------------------------------------------------
 
 
-def workloads() -> dict[str, Callable[[], tuple[Callable[[], Any], int]]]:
-    """By row, what prepares it: a call, and how many units (calls, tokens) one call is."""
-    import torch
+Prepared = tuple[Callable[[], Any], int]
+"""A call, and how many units (calls, tokens) it is."""
 
-    from linbias import KVCache, alibi_attention, alibi_slopes
 
-    def noise(*shape: int) -> Any:
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+def noise(*shape: int) -> Any:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
-    def forward(length: int, heads: int = HEADS) -> tuple[Callable[[], Any], int]:
-        query, key, value = noise(3, 1, heads, length, DIM)
-        slopes = alibi_slopes(heads)
-        return lambda: alibi_attention(query, key, value, slopes, causal=True), 1
 
-    def both(length: int) -> tuple[Callable[[], Any], int]:
-        leaves = [part.clone().requires_grad_() for part in noise(3, 1, HEADS, length, DIM)]
-        slopes, grad = alibi_slopes(HEADS), noise(1, HEADS, length, DIM)
+def forward(length: int, heads: int = HEADS) -> Prepared:
+    query, key, value = noise(3, 1, heads, length, DIM)
+    slopes = linbias.alibi_slopes(heads)
+    return lambda: linbias.alibi_attention(query, key, value, slopes, causal=True), 1
 
-        def call() -> Any:
-            with torch.enable_grad():
-                return torch.autograd.grad(alibi_attention(*leaves, slopes, causal=True), leaves, grad)[0]
 
-        return call, 1
+def both(length: int) -> Prepared:
+    leaves = [part.clone().requires_grad_() for part in noise(3, 1, HEADS, length, DIM)]
+    slopes, grad = linbias.alibi_slopes(HEADS), noise(1, HEADS, length, DIM)
 
-    def cached(heads: int, length: int) -> Any:
-        cache = KVCache()
-        cache.append(noise(1, heads, length, DIM), noise(1, heads, length, DIM))
-        return cache
+    def call() -> Any:
+        with torch.enable_grad():
+            return torch.autograd.grad(linbias.alibi_attention(*leaves, slopes, causal=True), leaves, grad)[0]
 
-    def decode(slopes: Any) -> tuple[Callable[[], Any], int]:
-        cache, query = cached(8, CACHED), noise(1, 8, 1, DIM)
-        return lambda: cache.attend(query, slopes), 1
+    return call, 1
 
-    def steps() -> tuple[Callable[[], Any], int]:
-        cache, token, slopes = cached(8, 128), noise(1, 8, 1, DIM), alibi_slopes(8)
 
-        def call() -> Any:
-            for _ in range(STEPS):
-                cache.append(token, token)
-                out = cache.attend(token, slopes)
-            cache.crop(128)
-            return out
+def cached(length: int) -> Any:
+    cache = linbias.KVCache()
+    cache.append(noise(1, 8, length, DIM), noise(1, 8, length, DIM))
+    return cache
 
-        return call, STEPS
 
-    return {
-        "forward, 1,024": lambda: forward(1024),
-        "forward, 4,096": lambda: forward(4096),
-        "forward + backward, 1,024": lambda: both(1024),
-        "forward + backward, 4,096": lambda: both(4096),
-        f"decode, {CACHED:,} cached, ALiBi": lambda: decode(alibi_slopes(8)),
-        f"decode, {CACHED:,} cached, all visible": lambda: decode(torch.zeros(8)),
-        "small call, T = S = 16": lambda: forward(16, heads=8),
-        "KVCache step after 128": steps,
-    }
+def decode(slopes: Any) -> Prepared:
+    cache, query = cached(CACHED), noise(1, 8, 1, DIM)
+    return lambda: cache.attend(query, slopes), 1
+
+
+def steps() -> Prepared:
+    cache, token, slopes = cached(128), noise(1, 8, 1, DIM), linbias.alibi_slopes(8)
+
+    def call() -> Any:
+        for _ in range(STEPS):
+            cache.append(token, token)
+            out = cache.attend(token, slopes)
+        cache.crop(128)
+        return out
+
+    return call, STEPS
+
+
+WORKLOADS: dict[str, Callable[[], Prepared]] = {
+    "forward, 1,024": lambda: forward(1024),
+    "forward, 4,096": lambda: forward(4096),
+    "forward + backward, 1,024": lambda: both(1024),
+    "forward + backward, 4,096": lambda: both(4096),
+    f"decode, {CACHED:,} cached, ALiBi": lambda: decode(linbias.alibi_slopes(8)),
+    f"decode, {CACHED:,} cached, all visible": lambda: decode(torch.zeros(8)),
+    "small call, T = S = 16": lambda: forward(16, heads=8),
+    "KVCache step after 128": steps,
+}
 
 
 def work() -> None:
     """Answer requests: a JSON line each way. The first answer says who this is."""
-    import torch
-
-    import linbias
-
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    makers, made = workloads(), dict[str, tuple[Callable[[], Any], int, int]]()
+    made: dict[str, tuple[Callable[[], Any], int, int]] = {}
     probe = torch.zeros(1, 8, 128, DIM)
     verdicts = linbias.backends.explain(probe, probe, probe, linbias.alibi_slopes(8), causal=True)
     backend = next(line.split()[0] for line in verdicts.splitlines() if "runs this call" in line)
-    tell(rows=list(makers), linbias=str(Path(linbias.__file__).parent), torch=torch.__version__, backend=backend)
+    tell(rows=list(WORKLOADS), linbias=str(Path(linbias.__file__).parent), torch=torch.__version__, backend=backend)
     for line in sys.stdin:
         row = json.loads(line)
         if row not in made:
-            call, units = makers[row]()
+            call, units = WORKLOADS[row]()
             size = float(call().double().abs().sum())
             took = timed(call, 1)
             made[row] = call, units, max(1, round(SAMPLE_SECONDS / max(took, 1e-6)))
@@ -161,7 +165,7 @@ class Worker:
         self._process.communicate()
 
 
-def compare(row: str, base: Worker, new: Worker, rounds: int) -> str:
+def compare_row(row: str, base: Worker, new: Worker, rounds: int) -> str:
     """A line of the table, after checking that both compute the same."""
     sizes = [worker.ask(row)["size"] for worker in (base, new)]
     if abs(sizes[0] - sizes[1]) > AGREEMENT * abs(sizes[0]):
@@ -194,7 +198,7 @@ def main() -> None:
     print(f"{'':<36}{'base':>10}{'new':>10}  ratio (95 % interval)")
     for row in base.about["rows"]:
         if any(part in row for part in options.rows):
-            print(compare(row, base, new, options.rounds), flush=True)
+            print(compare_row(row, base, new, options.rounds), flush=True)
     base.close()
     new.close()
 

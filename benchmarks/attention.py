@@ -17,7 +17,7 @@ from benchmarks.peers import PEERS
 from linbias.lab.bench.race import BOTH, FORWARD, Contender, race
 from linbias.lab.bench.record import Finding, Measurement, Record
 from linbias.lab.bench.run import LENGTHS, LONGEST_TRAINING, ROUNDS, check_backends, race_of, usable_backends
-from linbias.lab.bench.show import Goals, describe, draw_bench, gist_of_race, ratio_text
+from linbias.lab.bench.show import Goals, describe_bench, draw_bench, gist_of_race, ratio_text
 from linbias.lab.config import ModelConfig
 from linbias.lab.storage import write_bytes, write_text
 
@@ -47,7 +47,7 @@ def plan(options: argparse.Namespace, names: list[str], gaps: list[Finding], rec
     if "figures" in options.parts and "native" in names:
         made += all_figures()
     if "memory" in options.parts:
-        made.append(Measurement("memory of one forward", 60.0, partial(memory.compare, contenders)))
+        made.append(Measurement("memory of one forward", 60.0, partial(memory.peaks, contenders)))
     return made + ([Measurement("left out", 0.0, lambda: gaps)] if gaps else [])
 
 
@@ -97,7 +97,7 @@ def show(record: Record) -> str:
     }
     sizes = {(row["memory"], row["length"]): f"{row['mib']:,.0f}" for row in record.having("memory")}
     blocks = [
-        describe(record, goals_for(record)),
+        describe_bench(record, goals_for(record)),
         text_table(f"forward at {', '.join(map(str, others))} tokens, by what is attended", by_inputs),
         figures_table(record),
         text_table("MiB of one forward, output and bias included", sizes),

@@ -16,7 +16,7 @@ from benchmarks.pairs import ratio_of_pairs
 from linbias.lab.bench import timing
 from linbias.lab.bench.record import Finding, Measurement, Record, measure, surroundings
 from linbias.lab.environment import versions
-from linbias.lab.storage import digest_of, fingerprint
+from linbias.lab.storage import digest_of_facts, digest_of_files
 from linbias.lab.tables import align, grid
 
 HERE = Path(__file__).parent
@@ -47,7 +47,7 @@ def open_record(options: argparse.Namespace) -> Record:
         "threads": options.threads,
         "quick": options.quick,
         "transformers": versions()["transformers"],
-        "code": fingerprint(measuring=digest_of(measuring)),
+        "code": digest_of_facts(measuring=digest_of_files(measuring)),
     }
     if options.output.exists() and not options.again:
         record = Record.read(options.output)

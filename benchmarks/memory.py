@@ -32,7 +32,7 @@ def in_fresh_process(implementation: str, length: int, batch: int, heads: int, *
     return float(subprocess.run(command, check=True, capture_output=True, text=True, cwd=root).stdout)
 
 
-def compare(contenders: list[Contender]) -> list[Finding]:
+def peaks(contenders: list[Contender]) -> list[Finding]:
     """Growth of the peak over one forward, output and any bias matrix included, by implementation and length."""
     found: list[Finding] = []
     for contender in (PLAIN, *contenders):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Union
 from .errors import BackendUnavailable
 from .lab import doctor
 from .lab.bench.run import Unfit, bench, write_plot
-from .lab.bench.show import describe
+from .lab.bench.show import describe_bench
 from .lab.compare import compare
 from .lab.config import (
     BenchCommand,
@@ -123,7 +123,7 @@ def _bench(command: BenchCommand) -> None:
     for package in ("matplotlib", "tqdm"):
         need(package)
     record = bench(command)
-    print(describe(record))
+    print(describe_bench(record))
     _written(write_plot(record, command.out))
 
 

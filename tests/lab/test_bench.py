@@ -11,7 +11,7 @@ from linbias.lab.bench import run as bench_run
 from linbias.lab.bench.race import BOTH, FORWARD, PLAIN, Contender, normal, race
 from linbias.lab.bench.record import Record
 from linbias.lab.bench.run import Unfit, bench, write_plot
-from linbias.lab.bench.show import describe, draw_bench
+from linbias.lab.bench.show import describe_bench, draw_bench
 from linbias.lab.bench.timing import best_in_turns, in_turns
 from linbias.lab.config import BenchCommand, ConfigError
 from linbias.lab.progress import Interrupted
@@ -111,14 +111,14 @@ def test_a_record_survives_its_file(tmp_path):
 def test_the_text_shows_ratios_goals_and_gaps():
     known = (timing(), timing("eager formula", seconds=20.0), timing(length=65536, baseline_estimated=True))
     sunk = timing(inputs="with a sink", seconds=4.0)
-    told = describe(record(*known, sunk), {("linbias native", FORWARD): {1024: 2.3, 65536: 25.0}})
+    told = describe_bench(record(*known, sunk), {("linbias native", FORWARD): {1024: 2.3, 65536: 25.0}})
     lines = [line.split() for line in told.splitlines()]
     assert ["linbias", "native", "2.50x", "~2.50x", "1e-06"] in lines
     assert ["goal", "of", "linbias", "native", "2.3x", "25.0x"] in lines
     assert ["pairs", "of", "linbias", "native", "50%", "50%"] in lines
     assert ["eager", "formula", "0.25x", "1e-06"] in lines
     assert ["SDPA,", "no", "bias,", "ms", "5,000.0"] in lines
-    assert "not run: a: b" in told and "goal" not in describe(record(*known))
+    assert "not run: a: b" in told and "goal" not in describe_bench(record(*known))
 
 
 def test_the_picture_is_drawn_if_there_is_something_to_draw():

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from .config import AnyScheme, ConfigError, EvaluateConfig, ModelConfig
 from .data import Text, require_bytes
-from .model import Decoder, cost_per_token
+from .model import ByteDecoder, cost_per_token
 from .positions import SCHEMES
-from .progress import Interrupted, SaveClock, Tell, unwatched
-from .storage import fingerprint, load_tensors, save_tensors
+from .progress import Interrupted, SaveClock, Tell, silent
+from .storage import digest_of_facts, load_tensors, save_tensors
 from .train import Trained
 
 _TOKENS_AT_ONCE = 4096
@@ -92,7 +92,7 @@ class Trial:
     @property
     def identity(self) -> str:
         """12 hexadecimal digits that change when the scores could."""
-        return fingerprint(
+        return digest_of_facts(
             checkpoint=self.trained.about["fingerprint"],
             scheme=self.scheme,
             text=self.text.digest,
@@ -113,7 +113,7 @@ def testing_cost(model: ModelConfig, length: int, scored: int, stride: int | Non
     return tokens * cost_per_token(model, length)
 
 
-def score(trial: Trial, tell: Tell = unwatched, file: Path | None = None) -> Tensor:
+def score(trial: Trial, tell: Tell = silent, file: Path | None = None) -> Tensor:
     """Return the loss of each scored byte in nats, (scored,) fp32, on the CPU.
 
     With `file`, scores are kept there; what an earlier call left is not computed again.
@@ -155,7 +155,7 @@ def _save(file: Path | None, pieces: list[Tensor], windows: int) -> None:
     save_tensors(file, {"nats": torch.cat([torch.empty(0), *pieces])}, {"kind": "linbias scores", "windows": windows})
 
 
-def _score_windows(model: Decoder, text: Tensor, windows: Windows, which: slice) -> Tensor:
+def _score_windows(model: ByteDecoder, text: Tensor, windows: Windows, which: slice) -> Tensor:
     starts, firsts = windows.starts[which], windows.firsts[which]
     tokens = text[(starts[:, None] + torch.arange(windows.length + 1)).to(text.device)]
     with torch.no_grad():

@@ -26,7 +26,7 @@ class Interrupted(Exception):
     """Work stopped on request, after saving how far it came."""
 
 
-def unwatched(fraction: float, note: str) -> None:
+def silent(fraction: float, note: str) -> None:
     """Be a Tell that says nothing and never stops."""
 
 

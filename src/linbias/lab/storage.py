@@ -95,7 +95,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ) from error
 
 
-def fingerprint(**facts: object) -> str:
+def digest_of_facts(**facts: object) -> str:
     """Return 12 hexadecimal digits that stand for `facts`, this code and this torch.
 
     Left out: the number of threads, which may change the last bits of a sum but not what was run.
@@ -121,10 +121,10 @@ def _code_digest() -> str:
     kernels = find_spec("linbias._native")
     if kernels is not None and kernels.origin is not None:
         chosen["_native"] = Path(kernels.origin)
-    return digest_of(chosen)
+    return digest_of_files(chosen)
 
 
-def digest_of(files: Mapping[str, Path]) -> str:
+def digest_of_files(files: Mapping[str, Path]) -> str:
     """Digest of the names and contents of files."""
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from .config import ConfigError, ModelConfig, TrainConfig, TrainedScheme
 from .data import Corpus, Text, require_bytes
-from .model import Decoder, build_decoder, cost_per_token
-from .progress import Interrupted, SaveClock, Tell, unwatched
-from .storage import CheckpointError, fingerprint, load_tensors, save_tensors
+from .model import ByteDecoder, build_decoder, cost_per_token
+from .progress import Interrupted, SaveClock, Tell, silent
+from .storage import CheckpointError, digest_of_facts, load_tensors, save_tensors
 
 KIND = "linbias decoder"
 _CURVE_POINTS = 10
@@ -41,7 +41,7 @@ class Run:
     @property
     def identity(self) -> str:
         """12 hexadecimal digits that change when the weights could."""
-        return fingerprint(
+        return digest_of_facts(
             scheme=self.scheme,
             model=self.model,
             train=self.train,
@@ -69,7 +69,7 @@ def resolve_device(name: str) -> str:
     return str(torch.device(name))
 
 
-def train(run: Run, folder: Path, tell: Tell = unwatched) -> Path:
+def train(run: Run, folder: Path, tell: Tell = silent) -> Path:
     """Train to the end, from the start or from where an earlier call stopped, and return the checkpoint.
 
     A finished checkpoint of the same run is returned as it is.
@@ -125,7 +125,7 @@ class Trainer:
         self._held_out = _spread_passages(run.corpus.validation, length, run.device)
 
     @property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> ByteDecoder:
         """The model, as far as it is trained."""
         return self._model
 
@@ -230,7 +230,7 @@ def _spread_passages(text: Text, length: int, device: str) -> Tensor:
     return text.tensor(device)[(starts[:, None] + torch.arange(length + 1)).to(device)].long()
 
 
-def _adamw(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
+def _adamw(model: ByteDecoder, config: TrainConfig) -> torch.optim.AdamW:
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -251,7 +251,7 @@ class Trained:
     about: dict[str, Any]
     """Everything the checkpoint says of itself."""
 
-    def decoder(self, scheme: str | None = None) -> Decoder:
+    def decoder(self, scheme: str | None = None) -> ByteDecoder:
         """Return the model, with the positional scheme it was trained with or another that takes the same weights."""
         decoder = build_decoder(self.model, scheme or self.scheme, self.length, seed=0)
         decoder.load_state_dict(self.weights)

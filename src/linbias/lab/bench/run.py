@@ -9,7 +9,7 @@ import torch
 from ... import BackendUnavailable, alibi_attention
 from ...testing import Case, conform
 from ..config import BenchCommand, ConfigError
-from ..storage import digest_of, fingerprint, write_bytes
+from ..storage import digest_of_facts, digest_of_files, write_bytes
 from .race import BOTH, DIM, FORWARD, HEADS, PLAIN, Contender, Direction, normal, race
 from .record import Finding, Measurement, Record, measure, surroundings
 from .show import draw_bench, gist_of_race
@@ -88,7 +88,7 @@ def check_backends(names: list[str]) -> None:
 
 
 def _measure(command: BenchCommand, names: list[str], gaps: list[Finding]) -> Record:
-    settings = fingerprint(command={**asdict(command), "out": None}, names=names, measuring=_measuring())
+    settings = digest_of_facts(command={**asdict(command), "out": None}, names=names, measuring=_measuring())
     unfinished = command.out / f"unfinished-{settings}.json"
     try:
         record = Record.read(unfinished)
@@ -104,8 +104,8 @@ def _measure(command: BenchCommand, names: list[str], gaps: list[Finding]) -> Re
 
 
 def _measuring() -> str:
-    """Digest of the sources that decide what is measured, which `fingerprint` leaves out."""
-    return digest_of({path.name: path for path in Path(__file__).parent.glob("*.py")})
+    """Digest of the sources that decide what is measured, which `digest_of_facts` leaves out."""
+    return digest_of_files({path.name: path for path in Path(__file__).parent.glob("*.py")})
 
 
 def _lengths(command: BenchCommand) -> list[int]:

@@ -23,7 +23,7 @@ _LOOKS = {
 }
 
 
-def describe(record: Record, goals: Goals | None = None) -> str:
+def describe_bench(record: Record, goals: Goals | None = None) -> str:
     """Return what was found on normal inputs, the surroundings and the gaps."""
     blocks = [_by_length(record, direction, goals or {}) for direction in (FORWARD, BOTH)]
     facts = "\n".join(f"{name}: {value}" for name, value in record.facts.items())
