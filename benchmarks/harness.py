@@ -16,6 +16,7 @@ from benchmarks.pairs import ratio_of_pairs
 from linbias.lab.bench import timing
 from linbias.lab.bench.record import Finding, Measurement, Record, measure, surroundings
 from linbias.lab.environment import versions
+from linbias.lab.progress import Interrupted
 from linbias.lab.storage import digest_of_facts, digest_of_files
 from linbias.lab.tables import align, grid
 
@@ -64,10 +65,13 @@ def open_record(options: argparse.Namespace) -> Record:
 def carry_out(
     title: str, plan: Callable[[Record], list[Measurement]], options: argparse.Namespace, gist: Callable[[Any], str]
 ) -> Record:
-    """Measure what is planned and not yet in the record."""
+    """Measure what is planned and not yet in the record; SystemExit where it was interrupted."""
     torch.set_num_threads(options.threads)
     record = open_record(options)
-    measure(title, plan(record), record, options.output, gist)
+    try:
+        measure(title, plan(record), record, options.output, gist)
+    except Interrupted as stop:
+        raise SystemExit(f"{stop}; the same command goes on from here") from None
     return record
 
 
