@@ -16,7 +16,7 @@ from benchmarks.inputs import trained, with_sink
 from benchmarks.peers import PEERS
 from linbias.lab.bench.race import BOTH, FORWARD, Contender, race
 from linbias.lab.bench.record import Finding, Measurement, Record
-from linbias.lab.bench.run import LENGTHS, LONGEST_TRAINING, ROUNDS, check_backends, race_of, usable_backends
+from linbias.lab.bench.run import LENGTHS, ROUNDS, check_backends, races, usable_backends
 from linbias.lab.bench.show import Goals, describe_bench, draw_bench, gist_of_race, ratio_text
 from linbias.lab.config import ModelConfig
 from linbias.lab.storage import write_bytes, write_text
@@ -36,12 +36,7 @@ _MODEL_STEPS = {False: 150, True: 10}
 
 def plan(options: argparse.Namespace, names: list[str], gaps: list[Finding], record: Record) -> list[Measurement]:
     contenders = [*map(Contender.of_linbias, names), *PEERS]
-    made: list[Measurement] = []
-    for length in sorted(options.lengths or LENGTHS[options.quick]):
-        if "forward" in options.parts:
-            made.append(race_of(length, contenders, FORWARD, options.quick, record))
-        if "training" in options.parts and length <= LONGEST_TRAINING:
-            made.append(race_of(length, contenders, BOTH, options.quick, record))
+    made = races(options.lengths or LENGTHS[options.quick], options.parts, contenders, options.quick, record)
     if "inputs" in options.parts:
         made += other_inputs(options.quick, contenders, record)
     if "figures" in options.parts and "native" in names:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of `linbias bench`: check, plan, measure what is missing, write table and picture."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -47,10 +48,11 @@ def bench(command: BenchCommand) -> Record:
     try:
         names, gaps = usable_backends(command.backends)
         check_backends(names)
-        if "training" in command.parts and max(_lengths(command)) > LONGEST_TRAINING:
+        lengths = command.lengths or LENGTHS[command.quick]
+        if "training" in command.parts and max(lengths) > LONGEST_TRAINING:
             why = "left out, it would take minutes"
             gaps.append({"not_run": f"training beyond {LONGEST_TRAINING:,} tokens", "why": why})
-        return _measure(command, names, gaps)
+        return _measure(command, lengths, names, gaps)
     finally:
         torch.set_num_threads(threads)
 
@@ -87,14 +89,19 @@ def check_backends(names: list[str]) -> None:
                 ) from wrong
 
 
-def _measure(command: BenchCommand, names: list[str], gaps: list[Finding]) -> Record:
+def _measure(command: BenchCommand, lengths: tuple[int, ...], names: list[str], gaps: list[Finding]) -> Record:
     settings = digest_of_facts(command={**asdict(command), "out": None}, names=names, measuring=_measuring())
     unfinished = command.out / f"unfinished-{settings}.json"
     try:
         record = Record.read(unfinished)
     except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is not whole: begin
         record = Record({**surroundings(), "backends": names, "threads used": command.threads})
-    plan = _plan(command, names, record)
+    plan = races(lengths, command.parts, [Contender.of_linbias(name) for name in names], command.quick, record)
+    if not plan:
+        raise ConfigError(
+            f"nothing is left to measure: training is timed up to {LONGEST_TRAINING:,} tokens; ask for shorter lengths "
+            "or for part forward"
+        )
     if gaps:
         plan.append(Measurement("left out", 0.0, lambda: gaps))
     measure("linbias bench", plan, record, unfinished, gist_of_race)
@@ -108,29 +115,23 @@ def _measuring() -> str:
     return digest_of_files({path.name: path for path in Path(__file__).parent.glob("*.py")})
 
 
-def _lengths(command: BenchCommand) -> list[int]:
-    return sorted(set(command.lengths or LENGTHS[command.quick]))
-
-
-def _plan(command: BenchCommand, names: list[str], record: Record) -> list[Measurement]:
-    """The order matters where a baseline is carried on to lengths at which it is not run."""
-    contenders = [Contender.of_linbias(name) for name in names]
+def races(
+    lengths: Iterable[int], parts: Sequence[str], contenders: list[Contender], quick: bool, record: Record
+) -> list[Measurement]:
+    """Return races on normal inputs; the order matters where a baseline is carried on to where it is not run."""
     plan: list[Measurement] = []
-    for length in _lengths(command):
-        if "forward" in command.parts:
-            plan.append(race_of(length, contenders, FORWARD, command.quick, record))
-        if "training" in command.parts and length <= LONGEST_TRAINING:
-            plan.append(race_of(length, contenders, BOTH, command.quick, record))
-    if not plan:
-        raise ConfigError(
-            f"nothing is left to measure: training is timed up to {LONGEST_TRAINING:,} tokens; ask for shorter lengths "
-            "or for part forward"
-        )
+    for length in sorted(set(lengths)):
+        if "forward" in parts:
+            plan.append(_race_at(length, contenders, FORWARD, quick, record))
+        if "training" in parts and length <= LONGEST_TRAINING:
+            plan.append(_race_at(length, contenders, BOTH, quick, record))
     return plan
 
 
-def race_of(length: int, contenders: list[Contender], direction: Direction, quick: bool, record: Record) -> Measurement:
-    """Return the race at one length, on normal inputs, with about what it costs."""
+def _race_at(
+    length: int, contenders: list[Contender], direction: Direction, quick: bool, record: Record
+) -> Measurement:
+    """The race at one length, with about what it costs."""
     rounds = max(ROUNDS[quick], _SHORT[quick] // length) if direction == FORWARD else ROUNDS[quick]
     able = [each for each in contenders if length <= each.longest]
     # Pairs at 30 GFLOP/s; what skips computes about what a head sees of 6,000 tokens. The first turn compiles.
