@@ -10,33 +10,29 @@ small decoder that the lab trains here for ``--steps`` updates, on text it has n
 """
 
 import argparse
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from benchmarks.inputs import trained, with_sink
-from linbias.backends import reference
+from linbias import alibi_attention_weights
 from linbias.backends._tiled_call import Call
 from linbias.backends.tiled import Plan
 from linbias.lab.bench.race import Content, normal
 from linbias.lab.config import ModelConfig
 from linbias.prepare import Request, prepare
-from linbias.problem import Operands, Problem
 
 TILE = 64
 
 
 def shares(content: Content) -> tuple[float, float, float]:
     """Visited by ours, by a ledger of true weights, and fewest possible, as shares of the visible tiles."""
-    query, key, value, slopes = content.query, content.key, content.value, content.slopes
-    problem, operands = prepare(query, key, value, slopes, Request(causal=True))
+    problem, operands = prepare(*content.qkv, content.slopes, Request(causal=True))
     ours = Plan.of_forward(Call.of(problem, operands)).visits.table.sum()
     blocks = -(-problem.keys // TILE)
     exact_ledger = fewest = visible = 0
-    wide = prepare(query.double(), key.double(), value.double(), slopes.double(), Request(causal=True))
     for head in range(problem.heads):
-        weights = _of_head(wide, head)
+        weights = _of_head(content, head)
         for first in range(0, problem.queries, TILE):
             rows = weights[first : first + TILE]
             missing = blocks * TILE - problem.keys
@@ -52,18 +48,11 @@ def shares(content: Content) -> tuple[float, float, float]:
     return float(ours) / visible, exact_ledger / visible, fewest / visible
 
 
-def _of_head(call: tuple[Problem, Operands], head: int) -> Tensor:
+def _of_head(content: Content, head: int) -> Tensor:
     """(T, S) float64 weights of one head: all heads at once would not fit."""
-    problem, operands = call
     one = slice(head, head + 1)
-    single = replace(
-        operands,
-        query=operands.query[:, one],
-        key=operands.key[:, one],
-        value=operands.value[:, one],
-        slopes=operands.slopes[:, one],
-    )
-    return reference.weights(Problem.of(single, problem.options), single)[0, 0]
+    query, key = content.query[:, one].double(), content.key[:, one].double()
+    return alibi_attention_weights(query, key, content.slopes[one].double(), causal=True)[0, 0]
 
 
 def main() -> None:
