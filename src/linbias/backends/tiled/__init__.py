@@ -39,7 +39,7 @@ def forward(problem: Problem, operands: Operands) -> Result:
     softmax, rows = Softmax.of(call), (problem.batch, problem.heads, problem.queries)
     computed, skipped = torch.zeros(math.prod(rows[:2]), dtype=torch.int64), torch.zeros(rows)
     if math.prod(rows) * problem.keys > 0:
-        visits = _forward_visits(call)
+        visits = visits_of(call)
         skipped = _skipped(visits, problem.queries, problem.accumulator)
         for piece in pieces(problem, visits):
             softmax.add(call, piece)
@@ -75,8 +75,8 @@ def backward(
     return sums.gradients(call, needs)
 
 
-def _forward_visits(call: Call) -> Visits:
-    """Judged by lower bounds of what the rows weigh."""
+def visits_of(call: Call) -> Visits:
+    """What a forward pass visits, judged by lower bounds of what the rows weigh."""
     table = Table.of(call.problem, call.operands)
     if table.single:
         return ledger.every_visit(table, call.operands)
