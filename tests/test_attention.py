@@ -311,6 +311,6 @@ class TestBackends:
         for name in linbias.backends.available():
             module = getattr(linbias.backends, name)
             assert name == module.NAME and isinstance(module.COMPOSITE, bool)
-            names = ["problem", "operands", "out", "lse", "grad_out", "grad_lse", "needs"]
+            names = ["problem", "operands", "out", "lse", "lse_low", "grad_out", "grad_lse", "needs"]
             assert list(inspect.signature(module.forward).parameters) == names[:2]
             assert list(inspect.signature(module.backward).parameters) == names

@@ -14,12 +14,12 @@ from .errors import BackendUnavailable as BackendUnavailable
 from .hf import patch as patch
 from .hf import unpatch as unpatch
 from .semantics.blocks import alibi_bias as alibi_bias
-from .semantics.blocks import grid_positions as grid_positions
-from .semantics.blocks import positions_from_mask as positions_from_mask
 from .semantics.bounds import KeyBounds as KeyBounds
 from .semantics.bounds import key_bounds as key_bounds
 from .semantics.bounds import reach as reach
 from .semantics.slopes import alibi_slopes as alibi_slopes
+from .semantics.tokens import grid_positions as grid_positions
+from .semantics.tokens import positions_from_mask as positions_from_mask
 from .varlen import alibi_attention_varlen as alibi_attention_varlen
 
 __version__ = "0.1.0"

@@ -2,17 +2,17 @@
 """The public operation: prepare, select, call."""
 
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from . import ops
 from .backends import reference, select
-from .prepare import Request, prepare
+from .prepare import AttentionOptions, check_names, prepare
 from .semantics.bounds import KeyBounds
 from .semantics.checks import check_tensor
-from .semantics.problem import Result
+from .semantics.problem import Operands, Problem, Result
 
 
 @dataclass(frozen=True)
@@ -34,62 +34,28 @@ class Aux:
 
 
 @overload
-def alibi_attention(  # noqa: PLR0913
+def alibi_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     slopes: Tensor,
     *,
-    causal: bool,
-    window: tuple[int | None, int | None] | None = None,
-    sinks: int = 0,
-    prefix: int = 0,
-    key_mask: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    query_segments: Tensor | None = None,
-    key_segments: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    key_positions: Tensor | None = None,
-    metric: str | None = None,
-    future_slopes: Tensor | None = None,
-    unbiased: int = 0,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout_p: float = 0.0,
-    tolerance: float | None = None,
-    key_bounds: KeyBounds | None = None,
     backend: str = "auto",
     return_aux: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor: ...
 
 
 @overload
-def alibi_attention(  # noqa: PLR0913
+def alibi_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     slopes: Tensor,
     *,
-    causal: bool,
-    window: tuple[int | None, int | None] | None = None,
-    sinks: int = 0,
-    prefix: int = 0,
-    key_mask: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    query_segments: Tensor | None = None,
-    key_segments: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    key_positions: Tensor | None = None,
-    metric: str | None = None,
-    future_slopes: Tensor | None = None,
-    unbiased: int = 0,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout_p: float = 0.0,
-    tolerance: float | None = None,
-    key_bounds: KeyBounds | None = None,
     backend: str = "auto",
     return_aux: Literal[True],
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Aux]: ...
 
 
@@ -180,37 +146,36 @@ def alibi_attention(  # noqa: PLR0913
     >>> [round(weight, 4) for weight in out[0, 0, 3].tolist()]
     [0.1015, 0.1674, 0.276, 0.4551]
     """
-    request = Request(
-        causal=causal,
-        window=window,
-        sinks=sinks,
-        prefix=prefix,
-        key_mask=key_mask,
-        attn_mask=attn_mask,
-        query_segments=query_segments,
-        key_segments=key_segments,
-        query_positions=query_positions,
-        key_positions=key_positions,
-        metric=metric,
-        future_slopes=future_slopes,
-        unbiased=unbiased,
-        scale=scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        tolerance=tolerance,
-        key_bounds=key_bounds,
-    )
-    result = attend(query, key, value, slopes, request, backend)
+    options: AttentionOptions = {
+        "causal": causal,
+        "window": window,
+        "sinks": sinks,
+        "prefix": prefix,
+        "key_mask": key_mask,
+        "attn_mask": attn_mask,
+        "query_segments": query_segments,
+        "key_segments": key_segments,
+        "query_positions": query_positions,
+        "key_positions": key_positions,
+        "metric": metric,
+        "future_slopes": future_slopes,
+        "unbiased": unbiased,
+        "scale": scale,
+        "softcap": softcap,
+        "dropout_p": dropout_p,
+        "tolerance": tolerance,
+        "key_bounds": key_bounds,
+    }
+    result = run(*prepare(query, key, value, slopes, options), backend)
     return (result.out, Aux.of(result)) if return_aux else result.out
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, request: Request, backend: str) -> Result:
-    """The one way of every call: check and resolve, pick the backend, run it."""
-    problem, operands = prepare(query, key, value, slopes, request)
+def run(problem: Problem, operands: Operands, backend: str) -> Result:
+    """The one way of every call, once prepared: pick the backend and run it."""
     return ops.attention(problem, operands, select(backend, problem))
 
 
-def alibi_attention_weights(query: Tensor, key: Tensor, slopes: Tensor, **options: object) -> Tensor:
+def alibi_attention_weights(query: Tensor, key: Tensor, slopes: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
     """The softmax weights themselves, (B, H, T, S): to look at, at the cost of a dense matrix.
 
     Args:
@@ -233,8 +198,8 @@ def alibi_attention_weights(query: Tensor, key: Tensor, slopes: Tensor, **option
     """
     # What changes only how the output is computed has no meaning for the exact softmax.
     without = frozenset({"dropout_p", "tolerance", "key_bounds"})
-    request = Request.of("alibi_attention_weights", options, without=without)
-    problem, operands = prepare(query, key, key, slopes, request)
+    check_names("alibi_attention_weights", options, without=without)
+    problem, operands = prepare(query, key, key, slopes, options)
     with ops.full_precision(problem):
         return reference.weights(problem, operands).to(problem.dtype)
 

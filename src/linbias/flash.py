@@ -13,16 +13,15 @@ from the sequence's first key. Everywhere else it is the sum of the scores as do
 """
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from . import attention
 from ._flash_checks import check_heads, check_integers, check_layout, check_probs, options_of
-from ._pages import gather_pages
-from .attention import Aux
-from .prepare import Request
+from .attention import Aux, run
+from .cache.pages import gather_pages
+from .prepare import AttentionOptions, prepare
 from .semantics.checks import slope_rows
 from .semantics.problem import accumulating_dtype
 from .varlen import _Sequences, alibi_attention_varlen
@@ -74,7 +73,7 @@ def flash_attn_func(  # noqa: PLR0913, PLR0917  (flash-attn's signature)
     check_probs(return_attn_probs, dropout_p)
     options = options_of(causal, window_size, softmax_scale, softcap)
     slopes = _slopes(alibi_slopes, q, q.shape[0])
-    out, aux = _call(q, k, v, slopes, Request(**options, dropout_p=dropout_p))
+    out, aux = _call(q, k, v, slopes, options | {"dropout_p": dropout_p})
     if not return_attn_probs:
         return out
     places = torch.arange(q.shape[1], device=q.device) + (k.shape[1] - q.shape[1])
@@ -153,7 +152,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913, PLR0917
         return out
     shift = None
     if _is_key_form(causal, window_size, columns):
-        sequences = _Sequences.of(q.shape[0], k.shape[0], cu_seqlens_q, cu_seqlens_k)
+        sequences = _Sequences.of(q, k, cu_seqlens_q, cu_seqlens_k)
         rows = slopes if slopes.shape[0] == 1 else slopes[sequences.query_numbers.clamp_max(slopes.shape[0] - 1)]
         shift = _shift(rows, sequences.query_places[:, None]).T
     return out, _flash_lse(aux.lse, shift), out.new_empty(0)
@@ -216,8 +215,8 @@ def flash_attn_with_kvcache(  # noqa: PLR0913, PLR0917
     if k is not None or v is not None:
         cache.write(k, v)  # last, so that a call that is refused has written nothing
     keys, values = cache.read()
-    queries, request = cache.place(Request(**options))
-    out, aux = _call(q, keys, values, slopes, request)
+    queries, placed = cache.place()
+    out, aux = _call(q, keys, values, slopes, options | placed)
     shift = _shift(slopes[..., None], queries[:, None]) if _is_key_form(causal, window_size, cache.columns) else None
     return (out, _flash_lse(aux.lse, shift)) if return_softmax_lse else out
 
@@ -301,19 +300,19 @@ class _Cache:
             key, value = self.key[: self.batch], self.value[: self.batch]
         return key[:, :slots], value[:, :slots]
 
-    def place(self, request: Request) -> tuple[Tensor, Request]:
-        """(b, T) positions of the queries, and the request with positions and mask where the defaults are not right."""
+    def place(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """(b, T) positions of the queries, and positions and mask as options where the defaults are not right."""
         device = self.key.device
         steps = torch.arange(-self.queries, 0, device=device)[None]
         slots = self.lengths if isinstance(self.lengths, int) else self.columns
         used = slots if self.lengths is None else self.lengths
         if self.leftpad is None and isinstance(used, int):
-            return used + steps, request
+            return used + steps, {}
         start = 0 if self.leftpad is None else self.leftpad
         columns = torch.arange(slots, device=device)[None]
         queries = used - start + steps
         real = (columns >= start) & (columns < used)
-        return queries, request._replace(query_positions=queries, key_positions=columns - start, key_mask=real)
+        return queries, {"query_positions": queries, "key_positions": columns - start, "key_mask": real}
 
 
 def _slopes(alibi_slopes: Tensor | None, q: Tensor, batch: int) -> Tensor:
@@ -324,9 +323,9 @@ def _slopes(alibi_slopes: Tensor | None, q: Tensor, batch: int) -> Tensor:
     return slope_rows("alibi_slopes", alibi_slopes, batch, heads, accumulating_dtype(q.dtype), q)
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, request: Request) -> tuple[Tensor, Aux]:
+def _call(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, options: dict[str, Any]) -> tuple[Tensor, Aux]:
     query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    result = attention.attend(query, key, value, slopes, request, "auto")
+    result = run(*prepare(query, key, value, slopes, cast(AttentionOptions, options)), "auto")
     return result.out.transpose(1, 2).contiguous(), Aux.of(result)
 
 

@@ -6,14 +6,15 @@ it is wanted; and since the bias proves how far a head sees, a BlockMask can lea
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .prepare import Request, prepare
-from .semantics.blocks import dense_penalty, dense_visible, token_positions
+from .prepare import AttentionOptions, check_names, prepare
+from .semantics.blocks import Blocks, Tiles, dense
+from .semantics.bounds import content_bound as bound_of_norms
 from .semantics.bounds import reach, upper_norms
 from .semantics.checks import (
     check_count,
@@ -25,7 +26,8 @@ from .semantics.checks import (
     position_rows,
     slope_rows,
 )
-from .semantics.problem import default_scale, default_tolerance
+from .semantics.problem import Options, default_scale, default_tolerance
+from .semantics.tokens import Tokens, unbiased_marks
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -37,7 +39,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _ROW = 8
 
 
-def sdpa_mask(query: Tensor, key: Tensor, slopes: Tensor, **options: object) -> Tensor:
+def sdpa_mask(query: Tensor, key: Tensor, slopes: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
     """``attn_mask`` for `torch.nn.functional.scaled_dot_product_attention`: -slope_h * distance, -inf where hidden.
 
     All that hides a key is folded in, so SDPA needs no further argument than ``scale``. With ``causal=False`` and
@@ -64,18 +66,10 @@ def sdpa_mask(query: Tensor, key: Tensor, slopes: Tensor, **options: object) -> 
     >>> sdpa_mask(tokens, tokens, torch.tensor([0.5]), causal=True)[0, 0, 2].tolist()
     [-1.0, -0.5, 0.0, -inf]
     """
-    foreign = frozenset({"scale", "softcap", "dropout_p", "tolerance", "key_bounds"})
-    request = Request.of("sdpa_mask", options, without=foreign)
-    problem, operands = prepare(query, key, key, slopes, request)
-    penalty = dense_penalty(
-        operands.slopes,
-        operands.future_slopes,
-        *token_positions(operands),
-        operands.query_unbiased,
-        operands.key_unbiased,
-        metric=problem.options.metric,
-    )
-    mask = torch.where(dense_visible(operands, problem.options), 0.0 - penalty, -torch.inf).to(problem.dtype)
+    check_names("sdpa_mask", options, without=frozenset({"scale", "softcap", "dropout_p", "tolerance", "key_bounds"}))
+    problem, operands = prepare(query, key, key, slopes, options)
+    penalty, visible = dense(operands, problem.options)
+    mask = torch.where(visible, 0.0 - penalty, -torch.inf).to(problem.dtype)
     return F.pad(mask, (0, -problem.keys % _ROW))[..., : problem.keys]
 
 
@@ -188,23 +182,25 @@ def flex_block_mask(  # noqa: PLR0913
     if mask_mod is not None and not callable(mask_mod):
         raise TypeError(f"mask_mod must be a function of (b, h, q_idx, kv_idx), or None, got {mask_mod!r}")
     sizes = _block_sizes(block_size)
-    blocks = _Blocks(check_count("query_length", query_length), check_count("key_length", key_length), sizes, slopes)
+    queries, keys = check_count("query_length", query_length), check_count("key_length", key_length)
     left, right = check_window(window)
     right = 0 if check_flag("causal", causal) else right
+    marks = unbiased_marks(check_count("unbiased", unbiased), queries, keys, slopes.device)
+    rows = Blocks.of(Tokens(queries, keys - queries, slopes.device, unbiased=marks[0]), sizes[0])
+    columns = Blocks.of(Tokens(keys, 0, slopes.device, unbiased=marks[1]), sizes[1])
+    tiles = Tiles.of(rows.down(), columns.across(), Options(left=left, right=right))
     share = tolerance if right == 0 else tolerance / 2
     back, ahead = (reach(side, tolerance=share, content=content)[..., None, None] for side in (past, future))
-    near = blocks.near(back, ahead, check_count("unbiased", unbiased))
-    some, whole = blocks.visible(left, right)
-    if mask_mod is not None:
-        whole = torch.zeros_like(whole)
-    ordered = [_ordered(near & kind) for kind in (some & ~whole, whole)]
-    inside = _inside(query_length, key_length, left, right) or noop_mask
+    near = _within(tiles, rows.position.low[:, None, :, None], back, ahead)
+    whole = tiles.visible.every if mask_mod is None else torch.zeros_like(tiles.visible.every)
+    ordered = [_ordered(near & kind) for kind in (tiles.visible.some & ~whole, whole)]
+    inside = _inside(queries, keys, left, right) or noop_mask
     return BlockMask.from_kv_blocks(
         *ordered[0],
         *ordered[1],
         BLOCK_SIZE=sizes,
         mask_mod=inside if mask_mod is None else and_masks(inside, mask_mod),
-        seq_lengths=(query_length, key_length),
+        seq_lengths=(queries, keys),
     )
 
 
@@ -233,10 +229,11 @@ def content_bound(query: Tensor, key: Tensor, *, scale: float | None = None) -> 
             )
     if key.shape[3] != query.shape[3]:
         raise ValueError(f"key must have the query's head dim {query.shape[3]}, got {key.shape[3]}")
-    factor = abs(check_scale("scale", scale, default_scale(query.shape[3])))
+    factor = check_scale("scale", scale, default_scale(query.shape[3]))
     # One more norm of 0 stands for no tokens at all.
     norms = [F.pad(upper_norms(tensor.detach()).transpose(0, 1).flatten(1), (0, 1)) for tensor in (query, key)]
-    return 2 * factor * norms[0].amax(1) * norms[1].amax(1).repeat_interleave(query.shape[1] // key.shape[1])
+    largest = norms[1].amax(1).repeat_interleave(query.shape[1] // key.shape[1])
+    return 2 * bound_of_norms(factor, None, norms[0].amax(1), largest)
 
 
 def _block_sizes(block_size: object) -> tuple[int, int]:
@@ -250,41 +247,12 @@ def _block_sizes(block_size: object) -> tuple[int, int]:
     return queries, keys
 
 
-class _Blocks:
-    """The grid of query blocks x key blocks, by the positions of their first and last tokens; ends aligned."""
-
-    def __init__(self, queries: int, keys: int, sizes: tuple[int, int], like: Tensor) -> None:
-        start = keys - queries
-        query_starts, key_starts = (
-            torch.arange(-(-tokens // size), device=like.device) * size
-            for tokens, size in zip((queries, keys), sizes, strict=True)
-        )
-        self._first_query = query_starts[:, None] + start
-        self._last_query = (self._first_query + sizes[0] - 1).clamp_max(queries - 1 + start)
-        self._first_key = key_starts
-        self._last_key = (key_starts + sizes[1] - 1).clamp_max(keys - 1)
-        self._cut = (query_starts[:, None] + sizes[0] > queries) | (key_starts + sizes[1] > keys)
-        # How far the nearest tokens of a pair of blocks are apart: above 0 where one block is wholly on that side.
-        self._back = self._first_query - self._last_key
-        self._ahead = self._first_key - self._last_query
-
-    def near(self, past: Tensor, future: Tensor, unbiased: int) -> Tensor:
-        """Which pairs of blocks the reaches (b, H, 1, 1) do not rule out; NaN rules nothing out."""
-        # Queries before the first key have no own key: theirs is that far away, and reach counts from there.
-        gap = (-self._first_query).clamp_min(0)
-        near = ~(self._back > past) & ~(self._ahead > future + gap)
-        return near | (self._first_key < unbiased) | (self._first_query < unbiased) if unbiased else near
-
-    def visible(self, left: int | None, right: int | None) -> tuple[Tensor, Tensor]:
-        """Pairs of blocks in which the window shows some pair of tokens, and every one."""
-        some = torch.ones_like(self._back, dtype=torch.bool)
-        # FlexAttention takes a block that hangs over the end for one that needs its mask.
-        whole = ~self._cut
-        if left is not None:
-            some, whole = some & (self._back <= left), whole & (self._last_query - self._first_key <= left)
-        if right is not None:
-            some, whole = some & (self._ahead <= right), whole & (self._last_key - self._first_query <= right)
-        return some, whole
+def _within(tiles: Tiles, first_query: Tensor, past: Tensor, future: Tensor) -> Tensor:
+    """Which pairs of blocks the reaches (b, H, 1, 1) do not rule out; NaN rules nothing out."""
+    # Queries before the first key have no own key: theirs is that far away, and reach counts from there.
+    gap = (-first_query).clamp_min(0)
+    behind, before = tiles.sides()
+    return ~(behind & (tiles.distance.low > past)) & ~(before & (tiles.distance.low > future + gap))
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what the user said (`Request`) to what a backend is given (`Problem`, `Operands`).
+"""From what the user said (`AttentionOptions`) to what a backend is given (`Problem`, `Operands`).
 
-Every default is resolved and every rule checked here, once, for every door into the library.
+`prepare` is the one way in for what users pass: every rule is checked and every default resolved here, once, for every
+door. Callers inside that already know where their tokens stand (a cache, packed sequences, a patched model) enter at
+`resolve`.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Required, TypedDict
 
 import torch
 from torch import Tensor
 
-from .semantics.blocks import key_ranks, unbiased_marks
 from .semantics.bounds import KeyBounds
 from .semantics.checks import (
+    autocast_enabled,
     check_count,
     check_dense,
     check_flag,
@@ -38,75 +40,133 @@ from .semantics.problem import (
     default_tolerance,
     transform_active,
 )
+from .semantics.tokens import Tokens, key_ranks, unbiased_marks
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class Request(NamedTuple):
-    """The options of `linbias.alibi_attention`, as the user gave them; documented there."""
+class AttentionOptions(TypedDict, total=False):
+    """The options of `linbias.alibi_attention` that say what is computed; documented there, with its defaults."""
 
-    causal: bool
-    window: tuple[int | None, int | None] | None = None
-    sinks: int = 0
-    prefix: int = 0
-    key_mask: Tensor | None = None
-    attn_mask: Tensor | None = None
-    query_segments: Tensor | None = None
-    key_segments: Tensor | None = None
-    query_positions: Tensor | None = None
-    key_positions: Tensor | None = None
-    metric: str | None = None
-    future_slopes: Tensor | None = None
-    unbiased: int = 0
-    scale: float | None = None
-    softcap: float | None = None
-    dropout_p: float = 0.0
-    tolerance: float | None = None
-    key_bounds: KeyBounds | None = None
-    unbiased_marks: tuple[Tensor, Tensor] | None = None
-    """(1, T) and (1, S) bool marks that stand for `unbiased` where "the first n" is per sequence (varlen)."""
-
-    @staticmethod
-    def of(caller: str, options: Mapping[str, Any], *, without: frozenset[str] = frozenset()) -> "Request":
-        """From a caller's keyword arguments, except those `without` meaning there."""
-        names = _USER_OPTIONS - without
-        unknown = sorted(options.keys() - names)
-        if unknown:
-            raise TypeError(f"{caller} takes no {', '.join(unknown)}; its options are {', '.join(sorted(names))}")
-        if "causal" not in options:
-            raise TypeError(f"{caller} needs causal=True or causal=False: nobody should have to guess")
-        return Request(**options)
+    causal: Required[bool]
+    window: tuple[int | None, int | None] | None
+    sinks: int
+    prefix: int
+    key_mask: Tensor | None
+    attn_mask: Tensor | None
+    query_segments: Tensor | None
+    key_segments: Tensor | None
+    query_positions: Tensor | None
+    key_positions: Tensor | None
+    metric: str | None
+    future_slopes: Tensor | None
+    unbiased: int
+    scale: float | None
+    softcap: float | None
+    dropout_p: float
+    tolerance: float | None
+    key_bounds: KeyBounds | None
 
 
-_USER_OPTIONS = frozenset(Request._fields) - {"unbiased_marks"}
+OPTION_KEYS = frozenset(AttentionOptions.__annotations__)
+
+
+def check_names(caller: str, options: Iterable[str], *, without: frozenset[str] = frozenset()) -> None:
+    """Keyword arguments by name: known, but for those `without` meaning there, and `causal` among them."""
+    names = OPTION_KEYS - without
+    unknown = sorted(set(options) - names)
+    if unknown:
+        raise TypeError(f"{caller} takes no {', '.join(unknown)}; its options are {', '.join(sorted(names))}")
+    if "causal" not in options:
+        raise TypeError(f"{caller} needs causal=True or causal=False: nobody should have to guess")
 
 
 def prepare(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, request: Request, *, draw: bool = True
+    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, options: AttentionOptions, *, draw: bool = True
 ) -> tuple[Problem, Operands]:
     """Check and resolve one call; without `draw`, one that will not be run, so that torch's generator is left alone.
 
     Raises:
         TypeError, ValueError: naming the argument, the rule, what came and what to do.
     """
-    given = key
-    query, key, value = _check_inputs(*_autocast(query, key, value))
-    if request.key_bounds is not None and key.dtype != given.dtype:
+    inputs = autocast(query, key, value)
+    check_inputs(*inputs)
+    rounded, like, metric = inputs[1].dtype != key.dtype, inputs[0], check_metric(options.get("metric"))
+    batch, queries, keys, device = query.shape[0], query.shape[2], key.shape[2], query.device
+    if metric is not None:
+        _refuse_order(options, metric)
+    bounds = options.get("key_bounds")
+    if bounds is not None:
+        bounds = _check_bounds(bounds, key)
         # Rounding may lengthen a key beyond the bound of what was given; the backend computes its own.
-        request = request._replace(key_bounds=None)
-    options = _options(query, request)
-    operands = _operands(query, key, value, slopes, request, options)
-    if draw and options.dropout_p > 0:
-        operands = operands._replace(seed=draw_seed(query.device))
-    return Problem.of(operands, options, transformed=transform_active()), operands
+        bounds = None if rounded else bounds
+    key_mask, segments, places = options.get("key_mask"), (None, None), (None, None)
+    if key_mask is not None:
+        key_mask = token_rows("key_mask", key_mask, batch, keys, (torch.bool,), like)
+    if options.get("query_segments") is not None or options.get("key_segments") is not None:
+        segments = _segments(like, keys, options)
+    if options.get("query_positions") is not None or options.get("key_positions") is not None or metric is not None:
+        places = _positions(like, keys, options, metric)
+    marks = unbiased_marks(check_count("unbiased", options.get("unbiased", 0)), queries, keys, device)
+    sides = (
+        Tokens(queries, keys - queries, device, places[0], segments[0], unbiased=marks[0]),
+        Tokens(keys, 0, device, places[1], segments[1], real=key_mask, unbiased=marks[1]),
+    )
+    return resolve(inputs, slopes, options, sides, bounds=bounds, draw=draw)
 
 
-def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def resolve(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    slopes: Tensor,
+    options: AttentionOptions,
+    tokens: tuple[Tokens, Tokens],
+    *,
+    bounds: KeyBounds | None = None,
+    draw: bool = True,
+) -> tuple[Problem, Operands]:
+    """A call whose inputs were checked and whose tokens stand: numbers, slopes and attn_mask are checked, nothing else.
+
+    Args:
+        inputs: query, key and value.
+        slopes, options: the user's.
+        tokens: of the queries and of the keys; both have positions, or neither. Ranks are added where they are needed.
+        bounds: of the keys, in the accumulating dtype.
+        draw: draw a seed for dropout.
+    """
+    query, keys = inputs[0], tokens[1]
+    batch, heads, _, head_dim = query.shape
+    numbers = resolve_options(options, head_dim, query.dtype)
+    dtype = accumulating_dtype(query.dtype)
+    mask, future, rank = options.get("attn_mask"), options.get("future_slopes"), keys.rank
+    if rank is None and (numbers.sinks > 0 or numbers.prefix > 0):
+        rank = key_ranks(keys.count, keys.real, keys.segment, keys.device)
+    if bounds is not None:
+        numbers = numbers._replace(bounds_block=bounds.block)
+    operands = Operands(
+        *inputs,
+        slope_rows("slopes", slopes, batch, heads, dtype, query),
+        None if future is None else slope_rows("future_slopes", future, batch, heads, dtype, query),
+        tokens[0].position,
+        keys.position,
+        tokens[0].segment,
+        keys.segment,
+        keys.real,
+        None if mask is None else _mask(mask, query, keys.count),
+        rank,
+        tokens[0].unbiased,
+        keys.unbiased,
+        None if bounds is None else bounds.norms,
+        draw_seed(query.device) if draw and numbers.dropout_p > 0 else None,
+    )
+    return Problem.of(operands, numbers, transformed=transform_active()), operands
+
+
+def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, q, k and v in its dtype, fp64 excepted, as scaled_dot_product_attention has it."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
     kind = query.device.type
-    if kind == "meta" or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if not autocast_enabled(kind):
         return query, key, value
     dtype = torch.get_autocast_dtype(kind)
 
@@ -116,7 +176,8 @@ def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     return cast(query), cast(key), cast(value)
 
 
-def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Whether these are a query, key and value of one call."""
     if query.dtype not in _FLOATING:
         raise TypeError(f"query must be float16, bfloat16, float32 or float64, got {query.dtype}")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -146,109 +207,73 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
             f"query heads must be a positive multiple of key/value heads, got {heads} and {kv_heads}; "
             f"layout is (batch, heads, tokens, head dim)"
         )
-    return query, key, value
 
 
-def _options(query: Tensor, request: Request) -> Options:
-    left, right = check_window(request.window)
-    options = Options(
-        causal=check_flag("causal", request.causal),
+def resolve_options(options: AttentionOptions, head_dim: int, dtype: torch.dtype) -> Options:
+    """The numbers of a call with inputs of `dtype`, checked, defaults resolved."""
+    left, right = check_window(options.get("window"))
+    return Options(
+        causal=check_flag("causal", options["causal"]),
         left=left,
         right=right,
-        sinks=check_count("sinks", request.sinks),
-        prefix=check_count("prefix", request.prefix),
-        metric=check_metric(request.metric),
-        scale=check_scale("scale", request.scale, default_scale(query.shape[3])),
-        softcap=check_softcap(request.softcap),
-        dropout_p=check_share("dropout_p", request.dropout_p),
-        tolerance=check_tolerance(request.tolerance, default_tolerance(query.dtype)),
-        bounds_block=0 if request.key_bounds is None else _bounds_block(request.key_bounds),
+        sinks=check_count("sinks", options.get("sinks", 0)),
+        prefix=check_count("prefix", options.get("prefix", 0)),
+        metric=check_metric(options.get("metric")),
+        scale=check_scale("scale", options.get("scale"), default_scale(head_dim)),
+        softcap=check_softcap(options.get("softcap")),
+        dropout_p=check_share("dropout_p", options.get("dropout_p", 0.0)),
+        tolerance=check_tolerance(options.get("tolerance"), default_tolerance(dtype)),
     )
-    if options.metric is not None:
-        _refuse_order(request, options)
-    return options
 
 
-def _refuse_order(request: Request, options: Options) -> None:
+def _refuse_order(given: AttentionOptions, metric: str) -> None:
     """Coordinates have no before and after, so nothing that needs an order goes with a metric."""
-    given = {
-        "causal": options.causal,
-        "window": request.window is not None,
-        "sinks": options.sinks != 0,
-        "prefix": options.prefix != 0,
-        "future_slopes": request.future_slopes is not None,
+    used = {
+        "causal": given["causal"],
+        "window": given.get("window") is not None,
+        "sinks": given.get("sinks", 0) != 0,
+        "prefix": given.get("prefix", 0) != 0,
+        "future_slopes": given.get("future_slopes") is not None,
     }
-    wrong = [name for name, used in given.items() if used]
+    wrong = [name for name, there in used.items() if there]
     if wrong:
         raise ValueError(
-            f"{', '.join(wrong)} must be left out under metric={options.metric!r}: coordinates have no order; "
+            f"{', '.join(wrong)} must be left out under metric={metric!r}: coordinates have no order; "
             f"hide pairs with attn_mask instead"
         )
 
 
-def _operands(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, request: Request, options: Options
-) -> Operands:
-    batch, heads, queries, _ = query.shape
-    keys = key.shape[2]
-    dtype = accumulating_dtype(query.dtype)
-    key_mask, key_segments, query_segments = request.key_mask, None, None
-    if key_mask is not None:
-        key_mask = token_rows("key_mask", key_mask, batch, keys, (torch.bool,), query)
-    if (request.query_segments is None) != (request.key_segments is None):
+def _segments(query: Tensor, keys: int, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    query_segments, key_segments = options.get("query_segments"), options.get("key_segments")
+    if query_segments is None or key_segments is None:
         raise ValueError("query_segments and key_segments must be given together; in self-attention they are one")
-    if request.query_segments is not None and request.key_segments is not None:
-        query_segments = segment_rows("query_segments", request.query_segments, batch, queries, query)
-        key_segments = segment_rows("key_segments", request.key_segments, batch, keys, query)
-    query_positions, key_positions = _positions(query, key, request, options)
-    marks = request.unbiased_marks or unbiased_marks(check_count("unbiased", request.unbiased), queries, keys, query)
-    bounds = request.key_bounds
-    if bounds is not None:
-        _check_bounds(bounds, key, dtype)
-    ranked = options.sinks > 0 or options.prefix > 0
-    return Operands(
-        query=query,
-        key=key,
-        value=value,
-        slopes=slope_rows("slopes", slopes, batch, heads, dtype, query),
-        future_slopes=None
-        if request.future_slopes is None
-        else slope_rows("future_slopes", request.future_slopes, batch, heads, dtype, query),
-        query_positions=query_positions,
-        key_positions=key_positions,
-        query_segments=query_segments,
-        key_segments=key_segments,
-        key_mask=key_mask,
-        attn_mask=None if request.attn_mask is None else _mask(request.attn_mask, query, keys),
-        key_ranks=key_ranks(keys, key_mask, key_segments, query) if ranked else None,
-        query_unbiased=marks[0],
-        key_unbiased=marks[1],
-        bound_norms=None if bounds is None else bounds.norms,
+    batch, _, queries, _ = query.shape
+    return (
+        segment_rows("query_segments", query_segments, batch, queries, query),
+        segment_rows("key_segments", key_segments, batch, keys, query),
     )
 
 
-def _positions(query: Tensor, key: Tensor, request: Request, options: Options) -> tuple[Tensor | None, Tensor | None]:
-    """Both position tensors, or neither."""
-    metric = options.metric
-    if metric is not None and request.key_positions is None:
+def _positions(query: Tensor, keys: int, options: AttentionOptions, metric: str | None) -> tuple[Tensor, Tensor]:
+    """Both position tensors, where one is given."""
+    query_positions, key_positions = options.get("query_positions"), options.get("key_positions")
+    if metric is not None and key_positions is None:
         raise ValueError(f"key_positions must be given under metric={metric!r}; see grid_positions")
-    if request.query_positions is None and request.key_positions is None:
-        return None, None
-    batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
+    batch, queries = query.shape[0], query.shape[2]
     dtype = accumulating_dtype(query.dtype)
-    if request.key_positions is None:
+    if key_positions is None:
         key_rows = torch.arange(keys, device=query.device)[None]
     else:
-        given = check_tensor("key_positions", request.key_positions, query)
+        given = check_tensor("key_positions", key_positions, query)
         key_rows = position_rows("key_positions", given, batch, keys, metric, dtype)
-    if request.query_positions is None:
+    if query_positions is None:
         if queries > keys:
             raise ValueError(
                 f"query_positions must be given when there are more queries ({queries}) than keys ({keys}): "
                 f"key_positions alone place only the last {keys} queries"
             )
         return key_rows[:, keys - queries :], key_rows
-    given = check_tensor("query_positions", request.query_positions, query)
+    given = check_tensor("query_positions", query_positions, query)
     query_rows = position_rows("query_positions", given, batch, queries, metric, dtype)
     if metric is not None and query_rows.shape[2] != key_rows.shape[2]:
         raise ValueError(
@@ -271,20 +296,17 @@ def _mask(mask: Tensor, query: Tensor, keys: int) -> Tensor:
     return mask[(None,) * (4 - mask.dim())]
 
 
-def _bounds_block(bounds: KeyBounds) -> int:
-    if not isinstance(bounds, KeyBounds):  # pyright: ignore[reportUnnecessaryIsInstance]
+def _check_bounds(bounds: object, key: Tensor) -> KeyBounds:
+    if not isinstance(bounds, KeyBounds):
         raise TypeError(f"key_bounds must come from linbias.key_bounds, got {type(bounds).__name__}")
     if check_count("key_bounds.block", bounds.block) < 1:
         raise ValueError(f"key_bounds.block must be at least 1, got {bounds.block}; recompute with linbias.key_bounds")
-    return bounds.block
-
-
-def _check_bounds(bounds: KeyBounds, key: Tensor, dtype: torch.dtype) -> None:
     batch, kv_heads, keys, _ = key.shape
     wanted = (batch, kv_heads, -(-keys // bounds.block))
-    norms = check_tensor("key_bounds.norms", bounds.norms, key)
+    norms, dtype = check_tensor("key_bounds.norms", bounds.norms, key), accumulating_dtype(key.dtype)
     if tuple(norms.shape) != wanted or norms.dtype != dtype:
         raise ValueError(
             f"key_bounds.norms must be {dtype} of shape {wanted} for this key and block={bounds.block}, "
             f"got {norms.dtype} of {tuple(norms.shape)}; recompute with linbias.key_bounds"
         )
+    return bounds

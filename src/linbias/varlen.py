@@ -6,15 +6,19 @@ sequence. So no backend knows of it, and nothing is padded or copied.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from .attention import Aux, attend
-from .prepare import Request
+from .attention import Aux, run
+from .prepare import AttentionOptions, autocast, check_inputs, check_names, resolve
 from .semantics.checks import check_count, check_tensor, position_rows, readable, token_rows
 from .semantics.problem import Result
+from .semantics.tokens import Tokens
+
+_MEANINGLESS = frozenset({"attn_mask", "query_segments", "key_segments", "metric", "key_bounds"})
+"""Options of `alibi_attention` that the packed form has no use for: its sequences are its segments."""
 
 
 def alibi_attention_varlen(  # noqa: PLR0913  (the public operations are exempt)
@@ -27,21 +31,9 @@ def alibi_attention_varlen(  # noqa: PLR0913  (the public operations are exempt)
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    causal: bool,
-    window: tuple[int | None, int | None] | None = None,
-    sinks: int = 0,
-    prefix: int = 0,
-    key_mask: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    key_positions: Tensor | None = None,
-    future_slopes: Tensor | None = None,
-    unbiased: int = 0,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout_p: float = 0.0,
-    tolerance: float | None = None,
     backend: str = "auto",
     return_aux: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Aux]:
     """`alibi_attention` on each of N sequences laid end to end, as if each were called alone.
 
@@ -80,61 +72,35 @@ def alibi_attention_varlen(  # noqa: PLR0913  (the public operations are exempt)
     _check_layout(query, key, value, cu_seqlens_q, cu_seqlens_k)
     check_count("max_seqlen_q", max_seqlen_q)
     check_count("max_seqlen_k", max_seqlen_k)
-    if (query_positions is None) != (key_positions is None):
+    check_names("alibi_attention_varlen", options, without=_MEANINGLESS)
+    places = options.get("query_positions"), options.get("key_positions")
+    if (places[0] is None) != (places[1] is None):
         raise ValueError("query_positions and key_positions must be given together in a varlen call")
-    options: dict[str, Any] = {
-        "causal": causal,
-        "window": window,
-        "sinks": sinks,
-        "prefix": prefix,
-        "scale": scale,
-        "softcap": softcap,
-        "dropout_p": dropout_p,
-        "tolerance": tolerance,
-    }
-    sequences = _Sequences.of(query.shape[0], key.shape[0], cu_seqlens_q, cu_seqlens_k)
-    places = (
-        (sequences.query_places, sequences.key_places)
-        if query_positions is None or key_positions is None
-        else (_places("query_positions", query_positions, query), _places("key_positions", key_positions, key))
-    )
-    if key_mask is not None:
-        key_mask = token_rows("key_mask", key_mask, 1, key.shape[0], (torch.bool,), query)[0]
-    marks = sequences.unbiased(check_count("unbiased", unbiased))
-    if _differ_by_sequence("slopes", slopes) or _differ_by_sequence("future_slopes", future_slopes):
-        call = _Padded(sequences, max_seqlen_q, max_seqlen_k)
-        request = call.request(options, future_slopes, key_mask, places, marks)
-        result = call.restore(attend(*call.inputs(query, key, value), slopes, request, backend))
+    sequences = _Sequences.of(query, key, cu_seqlens_q, cu_seqlens_k)
+    queries, keys = sequences.tokens(check_count("unbiased", options.get("unbiased", 0)))
+    if places[0] is not None and places[1] is not None:
+        queries = queries._replace(position=_places("query_positions", places[0], query))
+        keys = keys._replace(position=_places("key_positions", places[1], key))
+    if (key_mask := options.get("key_mask")) is not None:
+        keys = keys._replace(real=token_rows("key_mask", key_mask, 1, key.shape[0], (torch.bool,), query))
+    inputs = autocast(*(tokens.transpose(0, 1).unsqueeze(0) for tokens in (query, key, value)))
+    check_inputs(*inputs)
+    rows = {"slopes": slopes, "future_slopes": options.get("future_slopes")}
+    if all(given is None or check_tensor(name, given).dim() == 1 or len(given) == 1 for name, given in rows.items()):
+        result = run(*resolve(inputs, slopes, options, (queries, keys)), backend)
     else:
-        request = Request(
-            **options,
-            future_slopes=future_slopes,
-            key_mask=key_mask,
-            query_positions=places[0],
-            key_positions=places[1],
-            query_segments=sequences.query_numbers,
-            key_segments=sequences.key_numbers,
-            unbiased_marks=marks,
-        )
-        result = attend(_packed(query), _packed(key), _packed(value), slopes, request, backend)
-    out = result.out.squeeze(0).transpose(0, 1)
+        call = _Padded(sequences, max_seqlen_q, max_seqlen_k)
+        result = run(*resolve(call.inputs(*inputs), slopes, options, call.tokens(queries, keys)), backend)
+        result = call.restore(result)
     aux = Aux.of(result)
+    out = result.out.squeeze(0).transpose(0, 1)
     flat = Aux(lse=aux.lse.squeeze(0), skipped=aux.skipped.squeeze(0), computed=aux.computed)
     return (out, flat) if return_aux else out
 
 
-def _differ_by_sequence(name: str, slopes: Tensor | None) -> bool:
-    return slopes is not None and check_tensor(name, slopes).dim() == 2 and slopes.shape[0] != 1
-
-
 def _places(name: str, positions: Tensor, tokens: Tensor) -> Tensor:
-    """(total,) int64."""
-    return position_rows(name, check_tensor(name, positions, tokens), 1, tokens.shape[0], None, torch.int64)[0]
-
-
-def _packed(tokens: Tensor) -> Tensor:
-    """(total, heads, dim) as the one batch item (1, heads, total, dim), without a copy."""
-    return tokens.transpose(0, 1).unsqueeze(0)
+    """(1, total) int64."""
+    return position_rows(name, check_tensor(name, positions, tokens), 1, tokens.shape[0], None, torch.int64)
 
 
 def _check_layout(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
@@ -175,10 +141,10 @@ class _Sequences:
     """(total_k,): from 0 in each sequence."""
 
     @staticmethod
-    def of(queries: int, keys: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> "_Sequences":
+    def of(query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> "_Sequences":
         query_starts, key_starts = cu_seqlens_q.long(), cu_seqlens_k.long()
-        query_index = torch.arange(queries, device=query_starts.device)
-        key_index = torch.arange(keys, device=key_starts.device)
+        query_index = torch.arange(query.shape[0], device=query.device)
+        key_index = torch.arange(key.shape[0], device=query.device)
         query_numbers = torch.bucketize(query_index, query_starts[1:], right=True)
         key_numbers = torch.bucketize(key_index, key_starts[1:], right=True)
         ends_apart = torch.nn.functional.pad(key_starts.diff() - query_starts.diff(), (0, 1))
@@ -191,9 +157,14 @@ class _Sequences:
             key_places=key_index - key_starts[key_numbers],
         )
 
-    def unbiased(self, count: int) -> tuple[Tensor, Tensor] | None:
-        """(1, total) marks of each sequence's first `count` tokens."""
-        return None if count == 0 else ((self.query_places < count)[None], (self.key_places < count)[None])
+    def tokens(self, unbiased: int) -> tuple[Tokens, Tokens]:
+        """Both sides of the packed call; the first `unbiased` tokens of each sequence have no bias."""
+
+        def side(numbers: Tensor, places: Tensor) -> Tokens:
+            marks = (places < unbiased)[None] if unbiased else None
+            return Tokens(len(places), 0, places.device, places[None], numbers[None], unbiased=marks)
+
+        return side(self.query_numbers, self.query_places), side(self.key_numbers, self.key_places)
 
 
 class _Padded:
@@ -207,33 +178,25 @@ class _Padded:
         self._columns = self._columns - sequences.query_starts[self._numbers]
 
     def inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(N, heads, longest, dim) each."""
+        """(1, heads, total, dim) each as (N, heads, longest, dim)."""
+        queries = _take(query[0].transpose(0, 1), self._query_index)
         # A padded query sees its sequence's keys, so it must not be a token that may hold NaN.
-        queries = torch.where(self._query_real[..., None, None], _take(query, self._query_index), 0.0)
-        return (
-            queries.transpose(1, 2),
-            _take(key, self._key_index).transpose(1, 2),
-            _take(value, self._key_index).transpose(1, 2),
-        )
+        queries = torch.where(self._query_real[..., None, None], queries, 0.0)
+        keys = (_take(tensor[0].transpose(0, 1), self._key_index) for tensor in (key, value))
+        return queries.transpose(1, 2), *(tensor.transpose(1, 2) for tensor in keys)
 
-    def request(
-        self,
-        options: dict[str, Any],
-        future_slopes: Tensor | None,
-        key_mask: Tensor | None,
-        places: tuple[Tensor, Tensor],
-        marks: tuple[Tensor, Tensor] | None,
-    ) -> Request:
-        """The options, per-token ones padded."""
-        key_rows = self._key_real if key_mask is None else self._key_real & _take(key_mask, self._key_index)
-        return Request(
-            **options,
-            future_slopes=future_slopes,
-            key_mask=key_rows,
-            query_positions=_take(places[0], self._query_index),
-            key_positions=_take(places[1], self._key_index),
-            unbiased_marks=marks and (_take(marks[0][0], self._query_index), _take(marks[1][0], self._key_index)),
-        )
+    def tokens(self, queries: Tokens, keys: Tokens) -> tuple[Tokens, Tokens]:
+        """Of each sequence alone: no segments, and padding is not real."""
+
+        def padded(tensor: Tensor | None, index: Tensor) -> Tensor | None:
+            return None if tensor is None else _take(tensor[0], index)
+
+        real = self._key_real if keys.real is None else self._key_real & _take(keys.real[0], self._key_index)
+        sides = [
+            Tokens(index.shape[1], 0, index.device, padded(side.position, index), unbiased=padded(side.unbiased, index))
+            for side, index in ((queries, self._query_index), (keys, self._key_index))
+        ]
+        return sides[0], sides[1]._replace(real=real)
 
     def restore(self, result: Result) -> Result:
         """Back to one packed item; rows of no sequence see nothing."""

@@ -5,12 +5,12 @@ A backend is a module of this package with the members of `Backend`. Backends ne
 imports no kernel, so asking is cheap and safe where a kernel cannot even load.
 """
 
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from torch import Tensor
 
 from ..errors import BackendUnavailable
-from ..prepare import Request, prepare
+from ..prepare import AttentionOptions, check_names, prepare
 from ..semantics.problem import Gradients, Operands, Problem, Result
 from . import native, reference, tiled
 
@@ -87,7 +87,7 @@ def select(name: str, problem: Problem) -> Backend:
     return _BY_NAME[name]
 
 
-def explain(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, **options: object) -> str:
+def explain(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, **options: Unpack[AttentionOptions]) -> str:
     """Which backend "auto" runs this call on, and why each other one is not used.
 
     Args:
@@ -99,7 +99,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, **options
     Raises:
         TypeError, ValueError: as `linbias.alibi_attention` would.
     """
-    problem, _ = prepare(query, key, value, slopes, Request.of("explain", options), draw=False)
+    check_names("explain", options)
+    problem, _ = prepare(query, key, value, slopes, options, draw=False)
     chosen = select("auto", problem).NAME
     lines: list[str] = []
     for backend in _ORDER:

@@ -2,13 +2,13 @@
 """The formula, written out. Dense, slow, and what everything else must agree with.
 
 It is made of plain torch operations, so autograd, functorch, torch.compile and torch.export see through it: gradients
-of any order, any dtype, any device. It shares nothing with the other backends but the definitions in bias.py.
+of any order, any dtype, any device. Bias and visibility are the rule of `semantics` at blocks of one.
 """
 
 import torch
 from torch import Tensor
 
-from ..semantics.blocks import dense_penalty, dense_visible, token_positions
+from ..semantics.blocks import dense
 from ..semantics.dropout import keep_mask
 from ..semantics.problem import Gradients, Operands, Problem, Result
 
@@ -63,18 +63,8 @@ def backward(
 def _softmax(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """Weights (B, H, T, S), lse (B, H, T) and the value without unseen contents, all in the accumulating dtype."""
     options = problem.options
-    penalty = dense_penalty(
-        operands.slopes,
-        operands.future_slopes,
-        *token_positions(operands),
-        operands.query_unbiased,
-        operands.key_unbiased,
-        metric=options.metric,
-    )
-    # Slope inf hides what is not at distance 0; NaN slopes must stay visible as NaN results.
-    visible = (dense_visible(operands, options) & (penalty != torch.inf)).expand(
-        problem.batch, problem.heads, problem.queries, problem.keys
-    )
+    penalty, visible = dense(operands, options)
+    visible = visible.expand(problem.batch, problem.heads, problem.queries, problem.keys)
     # What nobody sees is replaced, because 0 * NaN is NaN in the products of forward and backward.
     seen_rows = visible.any(-1)
     seen_keys = visible.unflatten(1, (problem.kv_heads, problem.group)).any(-2).any(2)

@@ -2,16 +2,15 @@
 """The attention of a patched layer: ours, or the family's own formula a few query rows at a time."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..attention import alibi_attention, alibi_attention_weights
-from ..prepare import Request, prepare
-from ..semantics.blocks import dense_visible, token_positions
-from ..semantics.problem import Operands, Options
+from ..prepare import AttentionOptions, prepare
+from ..semantics.blocks import dense
 from .cache import AlibiCache
 from .growing import bounds_of, grow_in_place
 from .sight import Sight
@@ -83,7 +82,7 @@ def _by_rows(
     own: OwnFormula, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sight: Sight
 ) -> tuple[Tensor, Tensor | None]:
     """`own` over blocks of query rows, so that scores never exist whole; a gradient computes them again."""
-    problem, operands = prepare(query, key, value, sight.slopes, Request(**sight.options()))
+    problem, operands = prepare(query, key, value, sight.slopes, cast(AttentionOptions, sight.options()))
     blocks = [slice(None)]
     # A compiler would unroll the blocks, and must not specialise on their number.
     if not torch.compiler.is_compiling():
@@ -92,7 +91,7 @@ def _by_rows(
     outs: list[Tensor] = []
     shown: list[Tensor] = []
     for block in blocks:
-        visible = _visible(operands, problem.options, block)
+        visible = dense(operands, problem.options, block)[1]
         arguments = (query[:, :, block], key, value, bias, visible, sight.with_weights)
         if torch.is_grad_enabled() and len(blocks) > 1:
             out, weights = checkpoint(own, *arguments, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues]
@@ -103,17 +102,3 @@ def _by_rows(
         if weights is not None:
             shown.append(weights)
     return torch.cat(outs, 2), torch.cat(shown, 2) if shown else None
-
-
-def _visible(operands: Operands, options: Options, block: slice) -> Tensor:
-    """(b, h, t, S) bool for some query rows."""
-    query_positions, key_positions = token_positions(operands)
-    mask, segments = operands.attn_mask, operands.query_segments
-    part = operands._replace(
-        query=operands.query[:, :, block],
-        query_positions=query_positions[:, block],
-        key_positions=key_positions,
-        attn_mask=mask if mask is None or mask.shape[2] == 1 else mask[:, :, block],
-        query_segments=None if segments is None else segments[:, block],
-    )
-    return dense_visible(part, options)

@@ -1,15 +1,358 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense definitions: distance, bias and visibility as matrices, and the positions they are made from.
+"""The rule: which keys exist for a query, and how far away they are, for blocks of n tokens at once.
 
-The reference backend is these formulas and a softmax; everything faster is tested against them. Ranking (the bias)
-and visibility (whether a key exists for a query) never mix here: masks stay booleans.
+A pair of tokens is a tile of two blocks of one. So the rule is stated once, in interval arithmetic: a block knows the
+extremes of its tokens, a tile the extremes of its pairs, and an `Answer` says of each tile whether some pair and
+whether every pair fulfils a condition. With n = 1 the extremes coincide and the rule is docs/semantics.md's definition
+(`dense`: reference, reports, masks for other kernels); with n = 64 it tells `tiled` what to visit, with n = 128 it is a
+FlexAttention BlockMask.
+
+Positions stay int64 until a difference is taken, and differences saturate. Nothing is read on the host, so all of this
+runs and traces on any device. What belongs to pairs (attn_mask) and to heads (slopes) is taken together with a tile's
+answer, by who has it: see `mask_tiles` and `dense`.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .checks import check_count, check_metric, check_tensor, position_rows, slope_rows
 from .problem import Operands, Options
+from .tokens import Tokens, unbiased_marks
+
+_FARTHEST = 2**63 - 1
+"""Differences of positions saturate here, on both sides."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """EMPTY: not `some`; FULL: `every`; else PARTIAL. Blocks of one have one tensor for both, exact.
+
+    Of larger blocks the answer is one-sided: a tile that is EMPTY or FULL may be called PARTIAL, never the reverse.
+    """
+
+    some: Tensor
+    every: Tensor
+
+    @property
+    def exact(self) -> bool:
+        """Whether this answers for single pairs."""
+        return self.some is self.every
+
+    def __and__(self, other: "Answer") -> "Answer":
+        return self._joined(other, torch.logical_and)
+
+    def __or__(self, other: "Answer") -> "Answer":
+        return self._joined(other, torch.logical_or)
+
+    def _joined(self, other: "Answer", join: Callable[[Tensor, Tensor], Tensor]) -> "Answer":
+        some = join(self.some, other.some)
+        return Answer(some, some if self.exact and other.exact else join(self.every, other.every))
+
+
+@dataclass(frozen=True)
+class Span:
+    """The least and the greatest value of each block or tile; one tensor for both where it has one token or pair."""
+
+    low: Tensor
+    high: Tensor
+
+    @property
+    def exact(self) -> bool:
+        """Whether this is one value, not a range."""
+        return self.low is self.high
+
+    def at_least(self, bound: int | Tensor) -> Answer:
+        """value >= bound."""
+        some = self.high >= bound
+        return Answer(some, some if self.exact else self.low >= bound)
+
+    def at_most(self, bound: int | Tensor) -> Answer:
+        """value <= bound."""
+        some = self.low <= bound
+        return Answer(some, some if self.exact else self.high <= bound)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """N blocks of tokens. (b, N), positions under a metric (b, N, C); None: as in `Tokens`."""
+
+    position: Span
+    counted: bool
+    """Positions were not given: they count tokens."""
+    segment: Span | None
+    rank: Span | None
+    real: Answer | None
+    """None: every token of every block. A block that hangs over the end has tokens that are not."""
+    unbiased: Answer | None
+
+    @staticmethod
+    def of(tokens: Tokens, size: int = 1) -> "Blocks":
+        """Blocks of `size` tokens."""
+
+        def span(values: Tensor | None) -> Span | None:
+            return None if values is None else Span(values, values)
+
+        def answer(flags: Tensor | None) -> Answer | None:
+            return None if flags is None else Answer(flags, flags)
+
+        places = tokens.places()
+        single = Blocks(
+            Span(places, places),
+            tokens.position is None or tokens.counted,
+            span(tokens.segment),
+            span(tokens.rank),
+            answer(tokens.real),
+            answer(tokens.unbiased),
+        )
+        return single if size == 1 else single.joined(size)
+
+    def joined(self, count: int) -> "Blocks":
+        """Every `count` neighbours as one block: a summary of summaries. Tokens that do not exist count for nothing."""
+        blocks, device = self.position.low.shape[1], self.position.low.device
+        real = self.real
+        if real is None and blocks % count:
+            there = torch.ones((1, blocks), dtype=torch.bool, device=device)
+            real = Answer(there, there)
+
+        def span(values: Span | None) -> Span | None:
+            if values is None:
+                return None
+            low, high = values.low, values.high
+            least, greatest = _extremes(low.dtype)
+            if self.real is not None:
+                keep = self.real.some.reshape(*self.real.some.shape, *(1,) * (low.dim() - 2))
+                low, high = torch.where(keep, low, greatest), torch.where(keep, high, least)
+            return Span(in_tiles(low, count, greatest).amin(2), in_tiles(high, count, least).amax(2))
+
+        def answer(flags: Answer | None) -> Answer | None:
+            if flags is None:
+                return None
+            return Answer(in_tiles(flags.some, count, False).any(2), in_tiles(flags.every, count, False).all(2))
+
+        return self._with(span, answer, answer(real))
+
+    def down(self) -> "Blocks":
+        """As the rows of a table of tiles that has room for heads: (b, 1, N, 1)."""
+        return self._each(lambda tensor: tensor[:, None, :, None])
+
+    def across(self) -> "Blocks":
+        """As its columns: (b, 1, 1, N)."""
+        return self._each(lambda tensor: tensor[:, None, None, :])
+
+    def abreast(self) -> "Blocks":
+        """One to one with the blocks of the other side: (b, 1, N)."""
+        return self._each(lambda tensor: tensor[:, None])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Blocks":
+        def span(values: Span | None) -> Span | None:
+            if values is None:
+                return None
+            low = change(values.low)
+            return Span(low, low if values.exact else change(values.high))
+
+        def answer(flags: Answer | None) -> Answer | None:
+            if flags is None:
+                return None
+            some = change(flags.some)
+            return Answer(some, some if flags.exact else change(flags.every))
+
+        return self._with(span, answer, answer(self.real))
+
+    def _with(
+        self,
+        span: Callable[[Span | None], Span | None],
+        answer: Callable[[Answer | None], Answer | None],
+        real: Answer | None,
+    ) -> "Blocks":
+        position = span(self.position)
+        assert position is not None
+        return Blocks(position, self.counted, span(self.segment), span(self.rank), real, answer(self.unbiased))
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What the pairs of a block of queries and a block of keys have in common, for every head."""
+
+    offset: Span | None
+    """int64: query position minus key position. None under a metric, which knows no before and after."""
+    distance: Span
+    """What a slope multiplies: int64 on a line, floating under a metric; 0 where a token without bias is among them."""
+    free: Tensor | None
+    """bool: a token without bias may be among them."""
+    visible: Answer
+    """Whether the pairs exist, as far as tokens tell."""
+
+    @staticmethod
+    def of(rows: Blocks, keys: Blocks, options: Options) -> "Tiles":
+        """Rows against keys, broadcast: ``rows.down()`` and ``keys.across()`` give the table of tiles (b, 1, I, J)."""
+        offset = None if options.metric is not None else _offset(rows, keys)
+        distance = _away(rows.position, keys.position, options.metric) if offset is None else _absolute(offset)
+        free = None
+        if rows.unbiased is not None and keys.unbiased is not None:
+            unbiased = rows.unbiased | keys.unbiased
+            free = unbiased.some
+            low = torch.where(free, 0, distance.low)
+            distance = Span(low, low if distance.exact else torch.where(unbiased.every, 0, distance.high))
+        return Tiles(offset, distance, free, _visible(rows, keys, offset, options))
+
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """bool: every key stands before every query, and after; with a bias for each pair."""
+        if self.offset is None:
+            nowhere = torch.zeros_like(self.visible.some)
+            return nowhere, nowhere
+        past, future = self.offset.at_least(1).every, self.offset.at_most(-1).every
+        return (past, future) if self.free is None else (past & ~self.free, future & ~self.free)
+
+
+def _visible(rows: Blocks, keys: Blocks, offset: Span | None, options: Options) -> Answer:
+    """docs/semantics.md, "Visibility", word for word."""
+    everywhere = torch.ones((), dtype=torch.bool, device=keys.position.low.device)
+    answer = Answer(everywhere, everywhere)
+    for side in (rows, keys):
+        answer = answer if side.real is None else answer & side.real
+    if rows.segment is not None and keys.segment is not None:
+        answer = answer & _same(rows.segment, keys.segment)
+    if offset is None:
+        return answer
+    if options.causal:
+        allowed = offset.at_least(0)
+        answer = answer & (allowed if keys.rank is None else allowed | keys.rank.at_most(options.prefix - 1))
+    if options.left is not None or options.right is not None:
+        inside = Answer(everywhere, everywhere)
+        if options.left is not None:
+            inside = inside & offset.at_most(options.left)
+        if options.right is not None:
+            inside = inside & offset.at_least(-options.right)
+        answer = answer & (inside if keys.rank is None else inside | keys.rank.at_most(options.sinks - 1))
+    return answer
+
+
+def _same(a: Span, b: Span) -> Answer:
+    """Whether values are equal."""
+    if a.exact and b.exact:
+        same = a.low == b.low
+        return Answer(same, same)
+    return Answer((a.low <= b.high) & (b.low <= a.high), (a.low == b.high) & (b.low == a.high))
+
+
+def _offset(rows: Blocks, keys: Blocks) -> Span:
+    minus = torch.sub if rows.counted and keys.counted else difference
+    low = minus(rows.position.low, keys.position.high)
+    exact = rows.position.exact and keys.position.exact
+    return Span(low, low if exact else minus(rows.position.high, keys.position.low))
+
+
+def difference(a: Tensor, b: Tensor) -> Tensor:
+    """a - b of int64, held at the farthest that int64 can say where it would wrap."""
+    wrapped = a - b
+    beyond = ((a ^ b) & (a ^ wrapped)) < 0
+    farthest = torch.where(a < 0, -_FARTHEST, _FARTHEST)
+    return torch.where(beyond, farthest, wrapped).clamp_min(-_FARTHEST)
+
+
+def _absolute(offset: Span) -> Span:
+    if offset.exact:
+        distance = offset.low.abs()
+        return Span(distance, distance)
+    low = torch.maximum(offset.low, -offset.high).clamp_min(0)
+    return Span(low, torch.maximum(offset.high, -offset.low))
+
+
+def _away(a: Span, b: Span, metric: str | None) -> Span:
+    """Distances between points, or boxes of them, (..., C): never overestimated by `low`, never under by `high`."""
+    if a.exact and b.exact:
+        distance = _length((a.low - b.low).abs(), metric)
+        return Span(distance, distance)
+    apart = torch.maximum(a.low - b.high, b.low - a.high).clamp_min(0)
+    across = torch.maximum(a.high - b.low, b.high - a.low)
+    slack = (a.low.shape[-1] + 4) * torch.finfo(a.low.dtype).eps
+    return Span(_length(apart, metric) * (1 - slack), _length(across, metric) * (1 + slack))
+
+
+def _length(coordinates: Tensor, metric: str | None) -> Tensor:
+    return coordinates.sum(-1) if metric == "manhattan" else coordinates.square().sum(-1).sqrt()
+
+
+def _extremes(dtype: torch.dtype) -> tuple[float, float]:
+    if dtype.is_floating_point:
+        return -torch.inf, torch.inf
+    limits = torch.iinfo(dtype)
+    return limits.min, limits.max
+
+
+def in_tiles(tensor: Tensor, size: int, fill: float | bool) -> Tensor:
+    """(n, N, ...) as (n, ceil(N / size), size, ...), the last tile filled up."""
+    missing = -tensor.shape[1] % size
+    if missing:
+        tail = tensor.new_full((tensor.shape[0], missing, *tensor.shape[2:]), fill)
+        tensor = torch.cat([tensor, tail], dim=1)
+    return tensor.unflatten(1, (tensor.shape[1] // size, size))
+
+
+def mask_tiles(mask: Tensor, rows: int, keys: int) -> Answer:
+    """What a four-dimensional attn_mask shows of each tile of `rows` x `keys`, (B or 1, H or 1, I or 1, J or 1).
+
+    It is read a strip of rows at a time, so memory stays that of the mask and of the answer.
+    """
+    step = rows if mask.shape[2] > 1 else 1
+    strips = mask.split(step, dim=2)
+    some, every = (torch.stack([reduce(strip, 2) for strip in strips], dim=2) for reduce in (torch.any, torch.all))
+    if mask.shape[2] > 1 and mask.shape[2] % step:
+        every[:, :, -1] = False  # the last strip hangs over the end
+    if mask.shape[3] > 1:
+        lines = [in_tiles(each.flatten(0, 2), keys, False) for each in (some, every)]
+        some, every = (
+            reduce(line, 2).unflatten(0, some.shape[:3])
+            for line, reduce in zip(lines, (torch.any, torch.all), strict=True)
+        )
+    return Answer(some, every)
+
+
+def penalty(tiles: Tiles, slopes: Tensor, future_slopes: Tensor | None) -> Tensor:
+    """slope x distance of single pairs, what is subtracted from the score: exactly 0 at distance 0.
+
+    Args:
+        tiles: of blocks of one.
+        slopes, future_slopes: what broadcasts against them.
+    """
+    slope, distance = slopes, tiles.distance.low
+    if distance.is_floating_point():
+        # A hidden point may stand at NaN or inf, and the slope's gradient multiplies by its distance.
+        distance = torch.where(tiles.visible.some, distance, 0.0)
+    if future_slopes is not None and tiles.offset is not None:
+        slope = torch.where(tiles.offset.low < 0, future_slopes, slopes)
+    # Distances are exact integers until this one product; slope inf at distance 0 would make NaN.
+    return torch.where(distance == 0, 0.0, slope * distance.to(slopes.dtype))
+
+
+def dense(
+    operands: Operands, options: Options, rows: slice | None = None, columns: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The definition itself: (b, H, T, S) slope x distance, and bool, whether each key exists for each query.
+
+    Args:
+        operands, options: the call.
+        rows: some of the queries; None: all of them.
+        columns: some of the keys, by number.
+    """
+    queries, keys, mask = Tokens.queries_of(operands), Tokens.keys_of(operands), operands.attn_mask
+    if rows is not None:
+        rows = slice(*rows.indices(queries.count))
+        queries = queries.part(rows)
+        mask = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]
+    if columns is not None:
+        keys = keys.part(columns)
+        mask = mask if mask is None or mask.shape[3] == 1 else mask[..., columns]
+    tiles = Tiles.of(Blocks.of(queries).down(), Blocks.of(keys).across(), options)
+    visible = tiles.visible.some if mask is None else tiles.visible.some & mask
+    tiles = replace(tiles, visible=Answer(visible, visible))
+    future = operands.future_slopes
+    bias = penalty(tiles, operands.slopes[..., None, None], None if future is None else future[..., None, None])
+    # Slope inf hides what is not at distance 0; a NaN slope must show as NaN results.
+    return bias, visible & (bias != torch.inf)
 
 
 def alibi_bias(
@@ -51,17 +394,24 @@ def alibi_bias(
     check_tensor("slopes", slopes)
     dtype = slopes.dtype
     slopes = slope_rows("slopes", slopes, None, None, dtype)
-    positions = [
+    rows, keys = (
         position_rows(name, check_tensor(name, given, slopes), None, None, metric, dtype)
         for name, given in (("query_positions", query_positions), ("key_positions", key_positions))
-    ]
+    )
     if future_slopes is not None:
         if metric is not None:
             raise ValueError(f"future_slopes must be None under metric={metric!r}: coordinates have no later side")
-        future_slopes = slope_rows("future_slopes", future_slopes, None, slopes.shape[1], dtype, slopes)
-    _check_together(slopes, future_slopes, *positions, coordinates=metric is not None)
-    marks = unbiased_marks(check_count("unbiased", unbiased), positions[0].shape[1], positions[1].shape[1], slopes)
-    return 0.0 - dense_penalty(slopes, future_slopes, positions[0], positions[1], *marks, metric=metric)
+        future_slopes = slope_rows("future_slopes", future_slopes, None, slopes.shape[1], dtype, slopes)[
+            ..., None, None
+        ]
+    _check_together(slopes, future_slopes, rows, keys, coordinates=metric is not None)
+    marks = unbiased_marks(check_count("unbiased", unbiased), rows.shape[1], keys.shape[1], slopes.device)
+    sides = [
+        Blocks.of(Tokens(places.shape[1], 0, places.device, places, unbiased=free))
+        for places, free in zip((rows, keys), marks, strict=True)
+    ]
+    tiles = Tiles.of(sides[0].down(), sides[1].across(), Options(metric=metric))
+    return 0.0 - penalty(tiles, slopes[..., None, None], future_slopes)
 
 
 def _check_together(
@@ -76,131 +426,3 @@ def _check_together(
             f"query_positions and key_positions must have one number of coordinates, "
             f"got {query_rows.shape[2]} and {key_rows.shape[2]}"
         )
-
-
-def grid_positions(height: int, width: int, *, device: torch.device | str | None = None) -> Tensor:
-    """(row, column) of each cell of a grid, row by row, for ``metric="euclidean"`` or ``"manhattan"``.
-
-    Args:
-        height, width: cells, >= 0.
-        device: where the result lives.
-
-    Returns:
-        (height * width, 2) int64.
-
-    >>> grid_positions(2, 3).tolist()
-    [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
-    """
-    rows = torch.arange(check_count("height", height), device=device)
-    columns = torch.arange(check_count("width", width), device=device)
-    return torch.cartesian_prod(rows, columns).reshape(-1, 2)
-
-
-def positions_from_mask(mask: Tensor) -> Tensor:
-    """``max(cumsum(mask) - 1, 0)``: the position of each real token of a padded batch, wherever the padding is.
-
-    Args:
-        mask: (..., T), bool or integers of 0 and 1; 1 = real.
-
-    Returns:
-        (..., T) int64. A padded place repeats the position before it (0 at the start).
-
-    >>> positions_from_mask(torch.tensor([0, 0, 1, 1, 1])).tolist()
-    [0, 0, 0, 1, 2]
-    """
-    check_tensor("mask", mask)
-    if mask.is_floating_point() or mask.is_complex():
-        raise TypeError(f"mask must be bool or integers with 1 = real, got {mask.dtype}")
-    return (mask.to(torch.int64).cumsum(-1) - 1).clamp_min(0)
-
-
-def token_positions(operands: Operands) -> tuple[Tensor, Tensor]:
-    """The (b, T[, C]) and (b, S[, C]) positions of a call, defaults written out: ends aligned."""
-    if operands.query_positions is not None and operands.key_positions is not None:
-        return operands.query_positions, operands.key_positions
-    queries, keys = operands.query.shape[2], operands.key.shape[2]
-    device = operands.query.device
-    return (torch.arange(queries, device=device) + (keys - queries))[None], torch.arange(keys, device=device)[None]
-
-
-def unbiased_marks(unbiased: int, queries: int, keys: int, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """(1, T) and (1, S) bool marks of the tokens that neither receive nor give bias; None when there are none."""
-    if unbiased == 0:
-        return None, None
-    query_index = torch.arange(queries, device=like.device) + (keys - queries)
-    return (query_index < unbiased)[None], (torch.arange(keys, device=like.device) < unbiased)[None]
-
-
-def key_ranks(keys: int, key_mask: Tensor | None, key_segments: Tensor | None, like: Tensor) -> Tensor:
-    """(b, S) int64: how many real keys of the same segment come before each key, in storage order."""
-    if key_mask is None:
-        real = torch.ones((1, keys), dtype=torch.int64, device=like.device)
-    else:
-        real = key_mask.to(torch.int64)
-    if key_segments is None:
-        return real.cumsum(1) - real
-    real, segments = torch.broadcast_tensors(real, key_segments)
-    ordered_segments, order = torch.sort(segments, dim=1, stable=True)
-    ordered_real = real.gather(1, order)
-    before = ordered_real.cumsum(1) - ordered_real
-    # The count at a segment's first key is what earlier segments left; counts never fall, so cummax carries it on.
-    starts = torch.ones_like(ordered_segments, dtype=torch.bool)
-    starts[:, 1:] = ordered_segments[:, 1:] != ordered_segments[:, :-1]
-    carried = torch.where(starts, before, 0).cummax(1).values if keys else before
-    return torch.empty_like(before).scatter(1, order, before - carried)
-
-
-def dense_penalty(
-    slopes: Tensor,
-    future_slopes: Tensor | None,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    query_unbiased: Tensor | None = None,
-    key_unbiased: Tensor | None = None,
-    *,
-    metric: str | None = None,
-) -> Tensor:
-    """(b, H, T, S): slope x distance, what is subtracted from the score; exactly 0 at distance 0."""
-    if metric is None:
-        offset = query_positions[:, None, :, None] - key_positions[:, None, None, :]
-        distance = offset.abs()
-    else:
-        difference = query_positions[:, None, :, None, :] - key_positions[:, None, None, :, :]
-        distance = difference.abs().sum(-1) if metric == "manhattan" else difference.square().sum(-1).sqrt()
-        offset = distance
-    slope = slopes[:, :, None, None]
-    if future_slopes is not None:
-        slope = torch.where(offset < 0, future_slopes[:, :, None, None], slope)
-    free = distance == 0
-    if query_unbiased is not None and key_unbiased is not None:
-        free = free | query_unbiased[:, None, :, None] | key_unbiased[:, None, None, :]
-    # Distances are exact integers until this one product; slope inf at distance 0 would make NaN.
-    return torch.where(free, 0.0, slope * distance.to(slopes.dtype))
-
-
-def dense_visible(operands: Operands, options: Options) -> Tensor:
-    """(b, h, T, S) bool, h = 1 or H: whether each key exists for each query, before slopes of inf."""
-    query, key = operands.query, operands.key
-    visible = torch.ones((1, 1, query.shape[2], key.shape[2]), dtype=torch.bool, device=query.device)
-    if operands.key_mask is not None:
-        visible = visible & operands.key_mask[:, None, None, :]
-    if operands.query_segments is not None and operands.key_segments is not None:
-        visible = visible & (operands.query_segments[:, None, :, None] == operands.key_segments[:, None, None, :])
-    if operands.attn_mask is not None:
-        visible = visible & operands.attn_mask
-    if options.metric is not None:
-        return visible
-    query_positions, key_positions = token_positions(operands)
-    offset = query_positions[:, None, :, None] - key_positions[:, None, None, :]
-    rank = None if operands.key_ranks is None else operands.key_ranks[:, None, None, :]
-    if options.causal:
-        allowed = offset >= 0
-        visible = visible & (allowed if rank is None else allowed | (rank < options.prefix))
-    if options.left is not None or options.right is not None:
-        inside = torch.ones_like(offset, dtype=torch.bool)
-        if options.left is not None:
-            inside = inside & (offset <= options.left)
-        if options.right is not None:
-            inside = inside & (offset >= -options.right)
-        visible = visible & (inside if rank is None else inside | (rank < options.sinks))
-    return visible

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a head can see: bounds of a tile's softmax weight, and the ledgers that decide which tiles may be skipped.
+"""How much a key can weigh: norms of keys, the bound of a score before its bias, and what distance leaves of it.
 
-Rows are judged in strips, keys in blocks. With p, r positions, m >= 0 the slope of a side, Z_i a proven lower bound of
-row i's whole weight and rho_J the largest key norm of block J, everything rests on one inequality for a block of n
-keys whose nearest distance to row i is d_iJ:
+Everything that skips rests on one inequality. For a block of n keys whose largest norm is rho and whose nearest key is
+d positions from query i, on a side of slope m >= 0, with Z_i a proven lower bound of the row's whole weight:
 
-    weight of J / Z_i  <=  exp(cap(|scale| |q_i| rho_J) - m d_iJ - log Z_i) * gamma
+    weight of the block / Z_i  <=  exp(content_bound(|q_i|, rho) - m d - log Z_i) * gamma
 
-with gamma = n, or (1 - e^(-m n)) / (1 - e^(-m)) for consecutive integer positions on one side. docs/proof.md derives
-it, and what follows from it for outputs and gradients, line by line.
-
-The bounds of a call's tiles are evaluated in _bounds.py and added up in _ledger.py.
+docs/proof.md derives it, and what follows from it for outputs and gradients, line by line. How the shares are added up
+is each backend's own: see its ledger.
 """
 
 import math
@@ -19,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._boxes import in_tiles
+from .blocks import in_tiles
 from .checks import check_count, check_number, check_tensor, readable
 from .problem import accumulating_dtype
 
@@ -116,6 +113,26 @@ def reach(slopes: Tensor, *, tolerance: float, content: float | Tensor = 0.0) ->
 def tail_log(slope: Tensor) -> Tensor:
     """log(1 - e^(-m)): minus the log of the sum of an endless geometric tail; -inf for m <= 0."""
     return torch.where(slope > 0, torch.log(-torch.expm1(-slope)), -torch.inf)
+
+
+def log_gamma(slope: Tensor, count: Tensor) -> Tensor:
+    """log of ``(1 - e^(-m n)) / (1 - e^(-m))``: how many times its nearest key's bound a block of n keys at consecutive
+    positions on one side can weigh; log n for m <= 0.
+    """
+    decayed = torch.log(-torch.expm1(-slope * count)) - tail_log(slope)
+    return torch.where(slope > 0, decayed, count.log())
+
+
+def content_bound(scale: float, softcap: float | None, query_norms: Tensor, key_norms: Tensor) -> Tensor:
+    """``cap(|scale| |q| |k|)``, what no score exceeds before its bias: by Cauchy-Schwarz, and cap is monotone.
+
+    Args:
+        scale, softcap: of the scores.
+        query_norms, key_norms: upper bounds that broadcast together, of one dtype.
+    """
+    rounding = 1 + 4 * torch.finfo(key_norms.dtype).eps
+    bound = abs(scale) * query_norms * key_norms * rounding
+    return bound if softcap is None else softcap * torch.tanh(bound / softcap) * rounding
 
 
 def upper_norms(vectors: Tensor) -> Tensor:

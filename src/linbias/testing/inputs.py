@@ -4,15 +4,16 @@
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..prepare import Request, prepare
-from ..semantics.blocks import dense_penalty, dense_visible, grid_positions, token_positions
+from ..prepare import AttentionOptions, prepare
+from ..semantics.blocks import dense
 from ..semantics.problem import Operands, Problem, accumulating_dtype
 from ..semantics.slopes import alibi_slopes
+from ..semantics.tokens import grid_positions
 from .cases import Case
 
 
@@ -59,9 +60,9 @@ class Inputs:
 
     def resolve(self) -> tuple[Problem, Operands]:
         """What a backend is given, key bounds apart."""
-        request = Request(future_slopes=self.future_slopes, **self.options)
+        options = cast(AttentionOptions, {"future_slopes": self.future_slopes, **self.options})
         with self.seeded():
-            return prepare(self.query, self.key, self.value, self.slopes, request)
+            return prepare(self.query, self.key, self.value, self.slopes, options)
 
     @contextmanager
     def seeded(self) -> Generator[None]:
@@ -220,15 +221,7 @@ def _positions(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
 
 def visible_pairs(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(b, H, T, S) slope x distance, and (B, H, T, S) whether the pair exists."""
-    penalty = dense_penalty(
-        operands.slopes,
-        operands.future_slopes,
-        *token_positions(operands),
-        operands.query_unbiased,
-        operands.key_unbiased,
-        metric=problem.options.metric,
-    )
-    visible = dense_visible(operands, problem.options) & (penalty < torch.inf)
+    penalty, visible = dense(operands, problem.options)
     return penalty, visible.expand(problem.batch, problem.heads, problem.queries, problem.keys)
 
 

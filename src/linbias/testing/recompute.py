@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..semantics.blocks import dense_penalty, token_positions
+from ..semantics.blocks import dense
 from ..semantics.dropout import keep_mask
 from ..semantics.problem import Operands, Problem
 from .inputs import Inputs, seen, visible_pairs
@@ -113,9 +113,7 @@ def _distances(inputs: Inputs, problem: Problem, operands: Operands) -> dict[str
     sides = {"slopes": (one, later)}
     if inputs.future_slopes is not None:
         sides["future_slopes"] = (0 * one, one)
-    marks = (operands.query_unbiased, operands.key_unbiased)
-    positions = token_positions(operands)
     return {
-        name: dense_penalty(past, future, *positions, *marks, metric=problem.options.metric).flip(-1)
+        name: dense(operands._replace(slopes=past, future_slopes=future), problem.options)[0].flip(-1)
         for name, (past, future) in sides.items()
     }

@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`KVCache`: the keys and values of past tokens, kept so that a step reads no more of them than its heads can see."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..attention import Aux, run
+from ..prepare import AttentionOptions, autocast, check_inputs, resolve
+from ..semantics.checks import (
+    check_count,
+    check_scale,
+    check_tensor,
+    check_tolerance,
+    check_window,
+    position_rows,
+    readable,
+    slope_rows,
+    token_rows,
+)
+from ..semantics.problem import default_scale, default_tolerance
+from .layout import Layout, check_counts, check_options, check_rows, placed, token_positions
+from .pages import Pages, unseen_pages
+from .report import CacheReport, content_bound, report, view
+from .storage import Slots, check_fit, check_tokens
+from .streaming import stream
+
+
+class KVCache:
+    """Keys and values of the tokens so far, one layer's worth, for a batch of sequences.
+
+    ``append(key, value)`` takes in new tokens and ``attend(query, slopes)`` attends from them to all that is kept, as
+    one `alibi_attention` over the whole text would::
+
+        cache = KVCache()
+        for q, k, v in ((q0, k0, v0), (q1, k1, v1)):   # a prompt, then a token
+            cache.append(k, v)
+            out = cache.attend(q, slopes)
+
+    Tokens are written in place into memory that grows by half when it is full. Sequences may differ in length: padding
+    (``append(..., mask=...)``) is not kept, so each sequence occupies its own first ``lengths`` slots. Beside the keys
+    stands an upper bound of the key norms of each block, so that a step skips unread what no head can see.
+
+    With a window, tokens that neither the newest nor a later one can see are evicted, and their memory is used again.
+    What "distance" then means is the user's choice. ``distance="text"``, the default, is the distance in the text: what
+    a model trained with these slopes saw, and exactly `alibi_attention` with the same window and sinks over the whole
+    text; the farther behind the sinks are left, the less they weigh, as ``exp(-slope * distance)``.
+    ``distance="cache"`` counts only what is kept, StreamingLLM's form: a sink is never further away than it was when
+    the window first filled up, ``min(p - r, sinks + left - r)``, so its weight stays. Choose it if the model relies on
+    its sinks.
+
+    Args:
+        window: (left, right) as for `alibi_attention`. Tokens further back than ``left`` are evicted.
+        sinks: how many first tokens of each sequence are kept and stay visible all the same.
+        distance: "text" or "cache"; see above.
+        capacity: tokens a sequence, all allocated at once: nothing is ever moved, lengths live on the device and shapes
+            never change, so a compiled ``attend`` is compiled once. More tokens raise IndexError. None: grow.
+        page_size: keep keys in pages of this many tokens, shared by all sequences (see ``block_table``). None: each
+            sequence has one stretch of memory.
+        block: keys that share one bound of their norm; with pages, a page is a block.
+
+    Raises:
+        ValueError: sinks or ``distance="cache"`` without a window, a capacity with a window or pages, sizes below 1.
+
+    Reference:
+        Xiao et al., "Efficient streaming language models with attention sinks", https://arxiv.org/abs/2309.17453,
+        section 3.2; Kwon et al., "Efficient memory management for large language model serving with PagedAttention",
+        https://arxiv.org/abs/2309.06180.
+
+    >>> cache = KVCache()
+    >>> cache.append(torch.zeros(1, 1, 3, 2), torch.eye(4)[None, None, :3])
+    >>> cache.append(torch.zeros(1, 1, 1, 2), torch.eye(4)[None, None, 3:])
+    >>> out = cache.attend(torch.zeros(1, 1, 1, 2), torch.tensor([0.5]))
+    >>> [round(weight, 4) for weight in out[0, 0, 0].tolist()]
+    [0.1015, 0.1674, 0.276, 0.4551]
+    """
+
+    def __init__(
+        self,
+        *,
+        window: tuple[int | None, int | None] | None = None,
+        sinks: int = 0,
+        distance: Literal["text", "cache"] = "text",
+        capacity: int | None = None,
+        page_size: int | None = None,
+        block: int = 64,
+    ) -> None:
+        self._left, right = check_window(window)
+        self._window = None if window is None else (self._left, right)
+        self._sinks = check_count("sinks", sinks)
+        if distance not in ("text", "cache"):
+            raise ValueError(f"distance must be 'text' or 'cache', got {distance!r}")
+        if self._left is None and (sinks or distance == "cache"):
+            raise ValueError("sinks and distance='cache' need window=(left, ...): without it nothing is evicted")
+        for name, size in (("capacity", capacity), ("page_size", page_size), ("block", block)):
+            if size is not None and check_count(name, size) < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if capacity is not None and (window is not None or page_size is not None):
+            raise ValueError("capacity goes with neither window nor page_size: a static cache moves nothing")
+        self._streams = distance == "cache" and sinks > 0
+        self._capacity, self._page_size, self._block = capacity, page_size, block
+        self._storage: Slots | Pages | None = None
+        self._layout = Layout()
+
+    def append(
+        self, key: Tensor, value: Tensor, *, mask: Tensor | None = None, positions: Tensor | None = None
+    ) -> None:
+        """Take in T new tokens of every sequence.
+
+        Args:
+            key: (B, G, T, D), floating. The first call fixes B, G, D, dtype and device.
+            value: (B, G, T, V), the key's dtype.
+            mask: (T,) or (B, T) bool, False = padding, on either side or within. Padding is not kept, and its query
+                rows give 0 in `attend`.
+            positions: (T,) or (B, T) integers, in any order; default: one after the token before. Not with a window,
+                which evicts by counting tokens.
+
+        Raises:
+            TypeError, ValueError: shapes, dtypes or devices that do not fit the cache.
+            RuntimeError: key or value require a gradient: a cache overwrites its memory, which no backward could undo.
+            IndexError: more tokens than ``capacity``.
+        """
+        check_tokens(key, value)
+        storage = self._storage or self._open(key, value)
+        check_fit(storage, key, value)
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            raise RuntimeError(
+                "key and value must not require a gradient: the cache writes over its memory. Append under "
+                "torch.no_grad() or .detach() them; to train, give all keys to alibi_attention"
+            )
+        batch, _, tokens, _ = key.shape
+        real = None if mask is None else token_rows("mask", mask, batch, tokens, (torch.bool,), key)
+        if positions is not None:
+            if self._window is not None:
+                raise ValueError("positions cannot be given to a cache with a window, which evicts by counting tokens")
+            check_tensor("positions", positions, key)
+            positions = position_rows("positions", positions, batch, tokens, None, key.dtype)
+        if self._storage is None:
+            self._storage, self._layout = storage, Layout(self._capacity, key.device)
+        with torch.no_grad():
+            self._make_room(storage, tokens, real)
+            self._write(storage, key, value, real, positions)
+
+    def _open(self, key: Tensor, value: Tensor) -> Slots | Pages:
+        if self._page_size is not None:
+            return Pages(key, value, self._page_size)
+        if self._capacity is not None:
+            return Slots(key, value, self._capacity, self._block)
+        tokens = key.shape[2]
+        ahead = tokens + max(self._block, tokens // 8)
+        if self._left is None:
+            return Slots(key, value, ahead, self._block)
+        # A step reads the whole window, so moving it once in an eighth of its length is cheap, and so is the memory.
+        limit = self._sinks + self._left + 1 + max(self._block, self._left // 8)
+        return Slots(key, value, max(tokens, min(ahead, limit)), self._block, limit)
+
+    def _make_room(self, storage: Slots | Pages, tokens: int, real: Tensor | None) -> None:
+        layout = self._layout
+        if self._capacity is None:
+            if self._left is not None:
+                # What the newest token sees stays as well: a sequence may get nothing but padding, or be cropped to it.
+                # So does what each of T - 1 query rows before it sees.
+                kept = self._left + (1 if real is None else max(tokens - 1, 1))
+                layout.drop(*storage.evict(layout.end, layout.lengths, self._sinks, kept, tokens))
+            storage.reserve(layout.end, tokens, real)
+        elif readable(self.lengths):
+            # Elsewhere reading the lengths would wait for the device; there the write itself fails.
+            used = max(self.lengths.tolist(), default=0)
+            if used + tokens > self._capacity:
+                raise IndexError(
+                    f"the cache has capacity={self._capacity} and holds {used} tokens, so {tokens} more, padding "
+                    f"included, do not fit; crop it, or leave capacity out to let it grow"
+                )
+
+    def _write(
+        self, storage: Slots | Pages, key: Tensor, value: Tensor, real: Tensor | None, positions: Tensor | None
+    ) -> None:
+        layout, tokens = self._layout, key.shape[2]
+        if positions is not None and storage.positions is None:
+            storage.number()
+        if real is None and storage.positions is None and isinstance(layout.lengths, int):
+            storage.write(layout.lengths, key, value)
+            layout.add(tokens, tokens, None, self._capacity)
+            return
+        slots, order, count = layout.new_slots(tokens, real, key.device)
+        if positions is None and storage.positions is not None:
+            positions = token_positions(storage, layout, layout.last(key.device)) + 1 + order
+        storage.scatter(slots, real, key, value, positions)
+        layout.add(tokens, count, None if real is None else (slots, real), self._capacity)
+
+    def _opened(self) -> Slots | Pages:
+        if self._storage is None:
+            raise RuntimeError("the cache is empty: append(key, value) first")
+        return self._storage
+
+    def attend(
+        self,
+        query: Tensor,
+        slopes: Tensor,
+        *,
+        causal: bool = True,
+        backend: str = "auto",
+        return_aux: bool = False,
+        **options: Any,
+    ) -> Tensor | tuple[Tensor, Aux]:
+        """`alibi_attention` of the newest tokens to everything kept.
+
+        Args:
+            query: (B, H, T, D), the last T tokens of each sequence. After padded tokens, and with as many rows, it is
+                those tokens, and padding gives 0.
+            slopes: (H,), (1, H) or (B, H).
+            causal: True by default, unlike elsewhere, because what a cache holds is the past.
+            backend, return_aux: as for `alibi_attention`.
+            options: scale, softcap, tolerance, dropout_p, future_slopes, unbiased, attn_mask, and where the cache has
+                no window also window, sinks, prefix. ``attn_mask`` covers (B, H, T, S), with S and its order those of
+                ``positions``. ``unbiased`` counts the tokens of each sequence.
+
+        Returns:
+            (B, H, T, V), as `alibi_attention`; a gradient flows to the query and the slopes, until the next append.
+
+        Raises:
+            TypeError: an option that belongs to the cache, naming what to do instead, or that does not exist.
+            RuntimeError: nothing was appended yet.
+            ValueError, BackendUnavailable: as `alibi_attention`.
+        """
+        storage = self._opened()
+        if check_tensor("query", query).dim() != 4:
+            raise ValueError(f"query must have shape (batch, heads, tokens, head dim), got {tuple(query.shape)}")
+        check_options(options, windowed=self._window is not None)
+        given: AttentionOptions = {"causal": causal, **options}  # pyright: ignore[reportAssignmentType]
+        if self._window is not None:
+            given.update(window=self._window, sinks=self._sinks)
+        skip, spent = 0, 0.0
+        if isinstance(storage, Pages) and self._layout.aligned and storage.positions is None:
+            skip, spent = unseen_pages(storage, self._layout.end, query, slopes, options)
+        if skip:
+            given["tolerance"] = spent  # one half for the pages left out, one for attention
+        key, value, bounds = storage.read(self._layout.end, skip)
+        streams = self._streams and not self._layout.fits(self._sinks + (self._left or 0) + 1)
+        unbiased = check_count("unbiased", given.get("unbiased", 0))
+        tokens, real = placed(storage, self._layout, query.shape[2], skip, unbiased, always=streams)
+        if real is not None:
+            mask = given.get("attn_mask")
+            given["attn_mask"] = real if mask is None else real & mask
+        inputs = autocast(query, key, value)
+        check_inputs(*inputs)
+        bounds = bounds if inputs[1].dtype == key.dtype else None
+        problem, operands = resolve(inputs, slopes, given, tokens, bounds=bounds)
+        result = stream(operands, problem.options, backend) if streams else run(problem, operands, backend)
+        if skip:
+            result = result._replace(skipped=result.skipped + spent)
+        return (result.out, Aux.of(result)) if return_aux else result.out
+
+    def crop(self, length: int | Tensor) -> None:
+        """Keep the first `length` tokens of each sequence's text, e.g. those a draft got right.
+
+        Args:
+            length: one number, or (B,) integers, one a sequence; what a sequence does not have is not added.
+
+        Raises:
+            ValueError: a negative number, or one so far back that what its window shows was evicted.
+        """
+        if isinstance(length, int) and length < 0:
+            raise ValueError(f"length must be at least 0, got {length}; drop(n) takes the last n tokens away")
+        storage = self._opened()
+        counts = length if isinstance(length, int) else check_counts("length", length, storage)
+        self._layout.crop(counts, self._left, self._capacity)
+        storage.forget(self._layout.lengths)
+
+    def drop(self, count: int | Tensor) -> None:
+        """Take the last `count` tokens of each sequence away; otherwise as `crop`."""
+        storage = self._opened()
+        counts = check_count("count", count) if isinstance(count, int) else check_counts("count", count, storage)
+        self._layout.crop(self._layout.seen - counts, self._left, self._capacity)
+        storage.forget(self._layout.lengths)
+
+    def reorder(self, index: Tensor | Sequence[int]) -> None:
+        """Sequence n becomes a copy of the one at ``index[n]``, as beam search needs after each step.
+
+        Args:
+            index: (B,) integers, repeats allowed.
+
+        Raises:
+            TypeError, ValueError: not integers, or not B of them; `select` changes their number.
+        """
+        storage = self._opened()
+        chosen = check_rows("index", index, storage)
+        if len(chosen) != storage.sizes[0]:
+            raise ValueError(f"reorder needs {storage.sizes[0]} numbers, one a sequence, got {len(chosen)}; see select")
+        self.select(chosen)
+
+    def select(self, index: Tensor | Sequence[int]) -> None:
+        """Keep, repeat or leave out sequences: the batch becomes the sequences at `index`.
+
+        With pages no key is copied: repeated sequences share pages until they differ.
+
+        Args:
+            index: (n,) integers in 0..B-1, repeats allowed.
+
+        Raises:
+            TypeError: not integers in one dimension.
+            ValueError: a number that no sequence has, where reading it is free: in a list, or on the CPU.
+        """
+        storage = self._opened()
+        chosen = check_rows("index", index, storage)
+        with torch.inference_mode(False), torch.no_grad():  # what inference mode makes could not be written to outside
+            storage.select(chosen, self._layout.end)
+            self._layout.select(chosen)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "KVCache":
+        """Move the cache, or convert its keys and values to another floating dtype; returns itself."""
+        storage = self._opened()
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):  # pyright: ignore
+            raise TypeError(f"dtype must be a floating torch.dtype, or None to keep {storage.key.dtype}, got {dtype!r}")
+        with torch.inference_mode(False), torch.no_grad():
+            storage.to(None if device is None else torch.device(device), dtype)
+        self._layout.to(storage.key.device)
+        return self
+
+    def reset(self) -> None:
+        """Forget every token and keep the memory."""
+        if self._storage is not None:
+            self._storage.clear()
+            self._layout = Layout(self._capacity, self._storage.key.device)
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) int64: tokens kept of each sequence."""
+        storage = self._opened()
+        return torch.as_tensor(self._layout.lengths, device=storage.key.device).expand(storage.sizes[0])
+
+    @property
+    def seen(self) -> Tensor:
+        """(B,) int64: tokens of each sequence so far, evicted ones included."""
+        storage = self._opened()
+        return torch.as_tensor(self._layout.seen, device=storage.key.device).expand(storage.sizes[0])
+
+    @property
+    def positions(self) -> Tensor:
+        """(B, S) int64: the position in its text of each key that `attend` looks at; -1 where there is none."""
+        storage, layout = self._opened(), self._layout
+        slots = storage.slots(layout.end)
+        places, real = token_positions(storage, layout, slots), layout.real(slots)
+        places = places if real is None else torch.where(real, places, -1)
+        return places.expand(storage.sizes[0], -1)
+
+    def report(
+        self,
+        slopes: Tensor,
+        *,
+        query: Tensor | None = None,
+        scale: float | None = None,
+        tolerance: float | None = None,
+    ) -> CacheReport:
+        """How many of the kept keys each head can still see; print it, or take the numbers from it.
+
+        Without a query it tells what the slopes alone hide: keys beyond `linbias.reach` of heads whose scores are all
+        equal. With one, the reach also allows for the largest score that the norms of queries and keys permit.
+
+        Args:
+            slopes: (H,), (1, H) or (B, H).
+            query: (B, H, T, D), e.g. those of the newest tokens; None: content is left out.
+            scale: of the scores, default 1 / sqrt(D).
+            tolerance: share of the softmax weight that counts as unseen; default that of `alibi_attention`.
+        """
+        storage = self._opened()
+        seen = view(storage, self._layout, self._window, self._sinks, capped=self._streams)
+        tolerance = check_tolerance(tolerance, default_tolerance(storage.key.dtype))
+        rows = slope_rows("slopes", slopes, storage.sizes[0], None, torch.float64, storage.key).detach()
+        content = None
+        if query is not None:
+            scale = check_scale("scale", scale, default_scale(storage.key.shape[-1]))
+            content = content_bound(query.detach(), storage.read(self._layout.end)[2].norms, scale)
+        return report(seen, rows, content, self._sinks or 1, tolerance)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held for keys and values."""
+        return 0 if self._storage is None else self._storage.key.nbytes + self._storage.value.nbytes
+
+    @property
+    def block_table(self) -> Tensor:
+        """(B, n) int32: the page of each stretch of slots, 0 where a sequence has none; see ``key_pages``."""
+        return self._pages().table(self._layout.end).int()
+
+    @property
+    def key_pages(self) -> Tensor:
+        """(pages, page_size, G, D): the pool that `block_table` points into, laid out as flash-attn's."""
+        return self._pages().key
+
+    def _pages(self) -> Pages:
+        storage = self._opened()
+        if not isinstance(storage, Pages):
+            raise ValueError("this cache has no pages; make it with KVCache(page_size=...)")
+        return storage
+
+    @property
+    def value_pages(self) -> Tensor:
+        """(pages, page_size, G, V)."""
+        return self._pages().value

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Layout`: which token of which sequence is in which slot of a cache, and what that makes of a call to `attend`."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..prepare import OPTION_KEYS
+from ..semantics.checks import check_tensor, readable
+from ..semantics.tokens import Tokens, unbiased_marks
+from .storage import Counts, Storage
+
+_OWNED = {
+    "key_mask": "give padding to append(mask=...)",
+    "key_positions": "give positions to append(positions=...)",
+    "query_positions": "give positions to append(positions=...)",
+    "query_segments": "each of its sequences sees only itself",
+    "key_segments": "each of its sequences sees only itself",
+    "key_bounds": "it keeps its own",
+    "metric": "its positions are places in a text; call alibi_attention for coordinates",
+}
+_WINDOWED = {
+    "window": "the window was fixed with the cache, which evicts by it",
+    "sinks": "the sinks were fixed with the cache, which evicts by them",
+    "prefix": "the prefix may have been evicted",
+}
+_OPTIONS = OPTION_KEYS - {"causal"}
+
+
+def column(counts: Counts) -> Counts:
+    """Counts that broadcast against (b, n)."""
+    return counts[:, None] if isinstance(counts, Tensor) else counts
+
+
+class Layout:
+    """The tokens of each sequence fill its slots from 0, in order, padding left out.
+
+    As long as all sequences are alike their length is an int, and nothing is computed on the device.
+    """
+
+    def __init__(self, capacity: int | None = None, device: torch.device | None = None) -> None:
+        static = capacity is not None
+        self.lengths: Counts = torch.zeros(1, dtype=torch.int64, device=device) if static else 0
+        """Slots in use."""
+        self.evicted: Counts = 0
+        """Tokens dropped between the slots before `head` and those after."""
+        self.head = 0
+        self.end = capacity or 0
+        """No sequence uses a slot from here on."""
+        self.chunk: tuple[Tensor, Tensor] | None = None
+        """After padded tokens: their slots, and which of them are real, (b, T)."""
+
+    @property
+    def seen(self) -> Counts:
+        """Tokens of each sequence, evicted ones included."""
+        return self.lengths + self.evicted
+
+    @property
+    def aligned(self) -> bool:
+        """Whether slots are positions and the last query belongs to the last slot, for every sequence."""
+        return isinstance(self.lengths, int) and self.evicted_none and self.chunk is None
+
+    @property
+    def evicted_none(self) -> bool:
+        """Whether nothing was evicted for certain."""
+        return isinstance(self.evicted, int) and self.evicted == 0
+
+    def fits(self, tokens: int) -> bool:
+        """Whether no sequence has had more than `tokens`, as far as the host knows."""
+        return isinstance(self.seen, int) and self.seen <= tokens
+
+    def new_slots(self, tokens: int, real: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor, Counts]:
+        """For T new tokens: their slots (b, T), how many new ones of their sequence come before, and the count to add.
+
+        Real tokens come first and padding behind them, where the next tokens will overwrite it.
+        """
+        order = torch.arange(tokens, device=device)[None]
+        if real is None:
+            return column(self.lengths) + order, order, tokens
+        order, count = real.cumsum(1) - 1, real.sum(1)
+        behind = count[:, None] + (~real).cumsum(1) - 1
+        return column(self.lengths) + torch.where(real, order, behind), order, count
+
+    def add(self, tokens: int, count: Counts, chunk: tuple[Tensor, Tensor] | None, capacity: int | None) -> None:
+        """T tokens were written, of which `count` stay."""
+        self.lengths = self.lengths + count
+        self.chunk = chunk
+        if capacity is None:
+            self.end += tokens
+
+    def drop(self, lost: Counts, head: int, end: int) -> None:
+        """`lost` slots after the first `head` were evicted."""
+        self.lengths, self.evicted = self.lengths - lost, self.evicted + lost
+        self.head, self.end = head, end
+
+    def last(self, device: torch.device) -> Tensor:
+        """(b, 1): the slot of each sequence's newest token; -1 where there is none."""
+        return torch.as_tensor(self.lengths, device=device).reshape(-1, 1) - 1
+
+    def queries(self, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """(b, T): the slots of the T query rows, and which of them are real."""
+        if self.chunk is not None and self.chunk[0].shape[1] == count:
+            return self.chunk
+        return self.last(device) + torch.arange(1 - count, 1, device=device), None
+
+    def index(self, slots: Tensor) -> Tensor:
+        """(b, n): the number in its text of the token at each slot."""
+        return slots if self.evicted_none else torch.where(slots < self.head, slots, slots + column(self.evicted))
+
+    def real(self, slots: Tensor) -> Tensor | None:
+        """(b, n) bool: the slots that hold a token; None if all of them do."""
+        return slots < column(self.lengths) if isinstance(self.lengths, Tensor) else None
+
+    def crop(self, seen: Counts, left: int | None, capacity: int | None) -> None:
+        """Keep the first `seen` tokens of each sequence's text."""
+        self._check_crop(seen, left)
+        if isinstance(seen, int) and isinstance(self.lengths, int) and isinstance(self.evicted, int):
+            self.lengths = self.end = max(min(self.lengths, seen - self.evicted), 0)
+        else:
+            self.lengths = torch.minimum(*torch.broadcast_tensors(*self._tensors(self.lengths, seen - self.evicted)))
+            self.lengths = self.lengths.clamp_min(0)
+            if capacity is None and isinstance(seen, int):
+                self.end = min(self.end, seen)
+        self.chunk = None
+
+    def _tensors(self, *counts: Counts) -> list[Tensor]:
+        device = next(count.device for count in counts if isinstance(count, Tensor))
+        return [torch.as_tensor(count, device=device) for count in counts]
+
+    def _check_crop(self, seen: Counts, left: int | None) -> None:
+        """Whether all keys that the next token's window shows are still there. The one place that reads lengths."""
+        if left is None or self.evicted_none:
+            return
+        # The newest token is number seen - 1; its window starts `left` before, and the kept stretch at head + evicted.
+        missing = torch.as_tensor(self.head + self.evicted - (seen - 1 - left))
+        shorter = torch.as_tensor(self.evicted > 0) & torch.as_tensor(self.seen > seen)
+        if bool((shorter & (missing > 0)).any()):
+            raise ValueError(
+                f"cannot crop to {seen}: tokens that the window of the newest one shows were evicted already; a cache "
+                f"with a window can be cropped into the tokens of the last append"
+            )
+
+    def select(self, index: Tensor) -> None:
+        """The sequences become those at `index`."""
+        self.lengths, self.evicted = (_pick(counts, index) for counts in (self.lengths, self.evicted))
+        if self.chunk is not None:
+            slots, real = torch.broadcast_tensors(*self.chunk)
+            self.chunk = slots, real
+            if slots.shape[0] > 1:
+                self.chunk = slots[index], real[index]
+
+    def to(self, device: torch.device) -> None:
+        """Move what is on the device."""
+        self.lengths, self.evicted = (
+            counts.to(device) if isinstance(counts, Tensor) else counts for counts in (self.lengths, self.evicted)
+        )
+        self.chunk = None if self.chunk is None else (self.chunk[0].to(device), self.chunk[1].to(device))
+
+
+def _pick(counts: Counts, index: Tensor) -> Counts:
+    return counts[index] if isinstance(counts, Tensor) and counts.shape[0] > 1 else counts
+
+
+def check_options(options: Iterable[str], *, windowed: bool) -> None:
+    """Refuse by name what `KVCache.attend` does not take."""
+    for name in options:
+        reason = _OWNED.get(name) or (_WINDOWED.get(name) if windowed else None)
+        if reason is not None:
+            raise TypeError(f"attend takes no {name}, which is the cache's: {reason}")
+        if name not in _OPTIONS:
+            raise TypeError(f"attend has no option {name!r}; it takes those of alibi_attention")
+
+
+def check_counts(name: str, counts: Tensor, storage: Storage) -> Tensor:
+    """(B,) integers, one a sequence, as int64."""
+    check_tensor(name, counts, storage.key)
+    batch = storage.sizes[0]
+    if counts.is_floating_point() or counts.dtype == torch.bool or tuple(counts.shape) != (batch,):
+        raise ValueError(
+            f"{name} must be an int or integers of shape ({batch},), one a sequence, "
+            f"got {counts.dtype} {tuple(counts.shape)}"
+        )
+    return counts.long()
+
+
+def check_rows(name: str, index: object, storage: Storage) -> Tensor:
+    """(n,) numbers of sequences, as int64 on the storage's device."""
+    batch, rule = storage.sizes[0], f"{name} must be integers of shape (n,)"
+    try:
+        numbers = torch.as_tensor(index)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{rule}, got {index!r}") from None
+    if numbers.dim() != 1 or (numbers.numel() and (numbers.is_floating_point() or numbers.dtype == torch.bool)):
+        raise TypeError(f"{rule}, got {numbers.dtype} {tuple(numbers.shape)}")
+    if readable(numbers) and numbers.numel():
+        low, high = (int(end) for end in numbers.aminmax())
+        if low < 0 or high >= batch:
+            wrong = low if low < 0 else high
+            raise ValueError(
+                f"{name} must hold numbers from 0 to {batch - 1}, one of the {batch} sequences, got {wrong}"
+            )
+    return numbers.to(storage.key.device, torch.int64)
+
+
+def token_positions(storage: Storage, layout: Layout, slots: Tensor) -> Tensor:
+    """(b, n): the position of the token at each slot; before a sequence's first slot they count on backwards."""
+    stored = storage.read_positions(layout.end)
+    if stored is None or layout.end == 0:
+        return layout.index(slots)
+    slots = slots.expand(stored.shape[0], -1)
+    return torch.where(slots < 0, slots, stored.gather(1, slots.clamp_min(0)))
+
+
+def placed(
+    storage: Storage, layout: Layout, queries: int, skip: int, unbiased: int, *, always: bool
+) -> tuple[tuple[Tokens, Tokens], Tensor | None]:
+    """Both sides of a call from the T newest tokens to all that is kept, and (b, 1, T, 1), which rows are real.
+
+    Args:
+        storage, layout: what is where.
+        queries: T.
+        skip: pages left out when the keys were read.
+        unbiased: how many first tokens of each sequence have no bias.
+        always: write positions out where the defaults, ends aligned, say the same.
+    """
+    device, keys = storage.key.device, layout.end - (0 if skip == 0 else skip * storage.block)
+    if layout.aligned and storage.positions is None and not skip and not always:
+        marks = unbiased_marks(unbiased, queries, keys, device)
+        rows = Tokens(queries, keys - queries, device, unbiased=marks[0])
+        return (rows, Tokens(keys, 0, device, unbiased=marks[1])), None
+    slots = storage.slots(layout.end, skip)
+    rows, real = layout.queries(queries, device)
+
+    def side(slots: Tensor) -> Tokens:
+        marks = layout.index(slots) < unbiased if unbiased else None
+        return Tokens(slots.shape[1], 0, device, token_positions(storage, layout, slots), unbiased=marks)
+
+    tokens = side(rows), side(slots)._replace(real=layout.real(slots))
+    return tokens, None if real is None else real[:, None, :, None]
