@@ -14,23 +14,21 @@ from torch import Tensor
 
 from ...semantics.blocks import dense
 from ...semantics.bounds import upper_norms
-from ...semantics.problem import FEATURES, Gradients, Operands, Problem, Result
+from ...semantics.problem import FEATURES, TRANSFORMED, Gradients, Operands, Problem, Result
 from . import ledger
 from .ledger import ANY, Table, Visits
 from .tile import Call, GradientSums, Softmax, pieces
 
 NAME = "tiled"
 COMPOSITE = False
-SUPPORTS = FEATURES - {"transformed"}
+SUPPORTS = FEATURES - {TRANSFORMED}
 _PAIRS = 1 << 20
 """Pairs looked at together for keys that nobody sees."""
 
 
 def why_not(problem: Problem) -> str | None:
-    """It runs everything but functorch's gradients."""
-    if not problem.features <= SUPPORTS:
-        return "its backward recomputes tile by tile, which functorch cannot differentiate"
-    return None
+    """It runs everything but what would have to see through its backward, which recomputes tile by tile."""
+    return problem.beyond(SUPPORTS)
 
 
 def forward(problem: Problem, operands: Operands) -> Result:
