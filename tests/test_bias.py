@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from linbias import alibi_bias, alibi_slopes, grid_positions, positions_from_mask
-from linbias.semantics.blocks import key_ranks
+from linbias.semantics.tokens import key_ranks
 
 HALF = torch.tensor([0.5])
 
@@ -155,7 +155,7 @@ def test_ranks_count_the_real_keys_before(data: st.DataObject):
         keys,
         None if mask is None else torch.tensor(mask, dtype=torch.bool).reshape(1, keys),
         None if segments is None else torch.tensor(segments, dtype=torch.int64).reshape(batch, keys),
-        torch.zeros(0),
+        torch.device("cpu"),
     )
     real = (mask or [[True] * keys])[0]
     for found_row, numbers in zip(found.tolist(), segments or [[0] * keys], strict=True):
