@@ -55,7 +55,7 @@ def pieces(problem: Problem, visits: Visits) -> Iterator[Piece]:
     longest = max(1, budget // visits.strip)
     parts = (stop - start + longest - 1) // longest
     bh, strip, start, stop, side = (each.repeat_interleave(parts) for each in (bh, strip, start, stop, side))
-    start = start + longest * _ordinal(torch.arange(len(parts)).repeat_interleave(parts))
+    start = start + longest * _ordinal(torch.arange(len(parts), device=parts.device).repeat_interleave(parts))
     width = (stop - start).clamp_max(longest)
     height = (problem.queries - strip * visits.strip).clamp_max(visits.strip)
     # The runs of one row of a head go to different pieces, because each merges into what the others left.
@@ -71,7 +71,7 @@ def pieces(problem: Problem, visits: Visits) -> Iterator[Piece]:
 
 def _ordinal(groups: Tensor) -> Tensor:
     """How many neighbours before it each entry shares its value with; equal values are neighbours."""
-    index = torch.arange(len(groups))
+    index = torch.arange(len(groups), device=groups.device)
     changed = torch.ones_like(groups, dtype=torch.bool)
     changed[1:] = groups[1:] != groups[:-1]
     return index - torch.where(changed, index, 0).cummax(0).values
