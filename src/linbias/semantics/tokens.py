@@ -17,8 +17,8 @@ from .problem import Operands
 class Tokens(NamedTuple):
     """N tokens; `b` in a shape is B or 1. A rule that orders or ranks tokens reads them here and nowhere else.
 
-    `position` both orders tokens (causal, window) and ranks them (the bias). A scheme that ranks by something else, as by
-    a decay summed along the text, would add a coordinate of its own beside it.
+    `position` both orders tokens (causal, window) and ranks them (the bias). A scheme that ranks by something else, as
+    by a decay summed along the text, would add a coordinate of its own beside it.
     """
 
     count: int
