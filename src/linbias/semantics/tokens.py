@@ -17,8 +17,8 @@ from .problem import Operands
 class Tokens(NamedTuple):
     """N tokens; `b` in a shape is B or 1. A rule that orders or ranks tokens reads them here and nowhere else.
 
-    `position` both orders tokens (causal, window) and ranks them (the bias). A scheme that ranks by something else, as
-    by a decay summed along the text, would add a coordinate of its own beside it.
+    `position` both orders tokens (causal, window) and ranks them (the bias). A scheme that ranks otherwise, as by a
+    decay summed along the text, would add a coordinate of its own beside it.
     """
 
     count: int
@@ -70,6 +70,11 @@ class Tokens(NamedTuple):
     def shared(self) -> bool:
         """Whether all batch items have the same tokens."""
         return all(field.shape[0] == 1 for field in self if isinstance(field, Tensor))
+
+    @property
+    def plain(self) -> bool:
+        """Whether tokens differ in their place alone."""
+        return not any(isinstance(field, Tensor) for field in self)
 
     def places(self) -> Tensor:
         """(b, N[, C]): the positions, written out where they are not given."""

@@ -37,20 +37,21 @@ def forward(problem: Problem, operands: Operands) -> Result:
     """Visit the nearest tiles, and of the others those that could matter."""
     call = _without_unseen(Call.of(problem, operands))
     softmax, rows = Softmax.of(call), (problem.batch, problem.heads, problem.queries)
-    computed, skipped = torch.zeros(rows[:2], dtype=torch.int64, device=problem.device), torch.zeros(rows, device="cpu")
+    computed = torch.zeros(math.prod(rows[:2]), dtype=torch.int64, device="cpu")
+    skipped = torch.zeros(rows, device="cpu")
     if math.prod(rows) * problem.keys > 0:
         visits = _forward_visits(call)
         skipped = _skipped(visits, problem.queries, problem.accumulator)
         for piece in pieces(problem, visits):
             softmax.add(call, piece)
-            computed.view(-1)[:] += piece.bh.bincount(minlength=computed.numel()) * piece.height * piece.width
+            computed += piece.bh.bincount(minlength=len(computed)) * (piece.height * piece.width)
     lse, lse_low = softmax.lse(problem.accumulator)
     return Result(
         out=softmax.mean().to(problem.dtype).view(*rows, problem.value_dim),
         lse=lse.view(rows),
         lse_low=lse_low.view(rows),
         skipped=skipped.to(problem.device, problem.accumulator).view(rows),
-        computed=computed,
+        computed=computed.to(problem.device).view(rows[:2]),
     )
 
 
