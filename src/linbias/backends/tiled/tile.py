@@ -28,6 +28,10 @@ def wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+_SHORT = 16
+"""Stretches below it are added row by row: there may be many thousand, as of a decode step of a large batch."""
+
+
 @dataclass(frozen=True)
 class Stretches:
     """n stretches of consecutive rows of a (R, ...) tensor, (n, length, ...)."""
@@ -59,7 +63,13 @@ class Stretches:
             tensor.index_copy_(0, self._index(tensor), values.flatten(0, 1))
 
     def add(self, tensor: Tensor, values: Tensor) -> None:
-        """Add to stretches that may overlap: one by one, so that the order is always the same."""
+        """Add to stretches; those that may overlap one after the other, so that the order is always the same."""
+        if self.step is not None and self.step >= self.length:
+            self.take(tensor).add_(values)
+            return
+        if tensor.device.type == "cpu" and self.length < _SHORT:
+            tensor.index_add_(0, self._index(tensor), values.flatten(0, 1))
+            return
         for start, part in zip(self.starts.tolist(), values, strict=True):
             tensor[start : start + self.length] += part
 
