@@ -35,7 +35,8 @@ def forward(problem: Problem, operands: Operands) -> Result:
     """Visit the nearest tiles, and of the others those that could matter."""
     call = _without_unseen(Call.of(problem, operands))
     softmax, rows = Softmax.of(call), (problem.batch, problem.heads, problem.queries)
-    computed, skipped = torch.zeros(math.prod(rows[:2]), dtype=torch.int64), torch.zeros(rows)
+    computed = torch.zeros(math.prod(rows[:2]), dtype=torch.int64, device="cpu")
+    skipped = torch.zeros(rows, device="cpu")
     if math.prod(rows) * problem.keys > 0:
         visits = visits_of(call)
         skipped = _skipped(visits, problem.queries, problem.accumulator)
@@ -105,9 +106,10 @@ def _sampled_mass(call: Call, table: Table, norms: Tensor) -> Tensor:
     """A lower bound for any call: the true scores of the strip's nearest block."""
     problem, device = call.problem, call.problem.device
     nearest = torch.where(table.visible.some.any(1), table.near[:, 0], math.inf).argmin(-1)
-    bh = torch.arange(problem.batch * problem.heads)
+    bh = torch.arange(problem.batch * problem.heads, device="cpu")
     nearest = nearest.expand(problem.batch, -1)[bh // problem.heads]
-    visits = torch.zeros((len(bh), *table.near.shape[2:]), dtype=torch.bool).scatter_(2, nearest.unsqueeze(-1), True)
+    visits = table.near.new_zeros((len(bh), *table.near.shape[2:]), dtype=torch.bool)
+    visits.scatter_(2, nearest.unsqueeze(-1), True)
     sides = torch.full_like(visits, ANY, dtype=torch.int8)
     softmax = Softmax.of(call, with_value=False)
     for piece in pieces(problem, Visits(visits, sides, visits, table.strip, table.block)):
