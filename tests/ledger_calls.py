@@ -9,7 +9,7 @@ from torch import Tensor
 
 import linbias
 from linbias import alibi_slopes, key_bounds
-from linbias.prepare import Request, prepare
+from linbias.prepare import prepare
 from linbias.semantics.problem import Operands, Problem
 
 
@@ -63,7 +63,7 @@ def slope_values(kind: str, batch: int, heads: int) -> Tensor:
 
 MASKS = (
     "causal", "both sides", "window and sinks", "prefix", "padding", "segments", "dense mask", "positions", "shuffled",
-    "euclidean grid", "manhattan points", "unbiased", "soft cap", "future slopes", "given bounds", "given centroids",
+    "euclidean grid", "manhattan points", "unbiased", "soft cap", "future slopes", "given bounds",
 )  # fmt: skip
 
 
@@ -100,7 +100,6 @@ def options_of(kind: str, batch: int, heads: int, queries: int, keys: int, key: 
         "soft cap": {"causal": True, "softcap": 5.0},
         "future slopes": {"future_slopes": alibi_slopes(heads).flip(0)},
         "given bounds": {"causal": True, "key_bounds": key_bounds(key, 16)},
-        "given centroids": {"key_bounds": key_bounds(key, 64, centroids=True)},
     }[kind]
     return {"causal": False} | made
 
@@ -118,5 +117,5 @@ def calls(draw) -> tuple[Problem, Operands]:
     # A coarse tolerance makes the ledger spend what a bound too low would overdraw visibly.
     tolerance = draw(st.sampled_from([None, 1e-3, 0.05, 0.4]))
     scale = draw(st.sampled_from([None, -0.5, 0.0]))
-    request = Request(**options, tolerance=tolerance, scale=scale)
-    return prepare(query, key, torch.randn(*key.shape[:3], 8), slopes, request)
+    options |= {"tolerance": tolerance, "scale": scale}
+    return prepare(query, key, torch.randn(*key.shape[:3], 8), slopes, options)

@@ -18,7 +18,6 @@ SLOPES = alibi_slopes(6)
 RAGGED = torch.nested.nested_tensor([torch.zeros(3, 4), torch.zeros(5, 4)], layout=torch.jagged)
 POINTS_Q, POINTS_K = torch.zeros(5, 2), torch.zeros(7, 2)
 BOUNDS = linbias.key_bounds(KEY, 4)
-CENTERS = linbias.key_bounds(KEY, 4, centroids=True)
 IN_SPACE = {"causal": False, "metric": "euclidean", "query_positions": POINTS_Q, "key_positions": POINTS_K}
 
 BROKEN = [
@@ -219,15 +218,9 @@ BROKEN = [
         "got torch.float64 of (2, 3, 2); recompute with linbias.key_bounds",
     ),
     (
-        {"key_bounds": KeyBounds(None, None, None, 4)},
+        {"key_bounds": KeyBounds(None, 4)},
         TypeError,
         "key_bounds.norms must be a torch.Tensor, got NoneType",
-    ),
-    ({"key_bounds": CENTERS._replace(radii=None)}, ValueError, "centroids and key_bounds.radii must be given together"),
-    (
-        {"key_bounds": CENTERS._replace(centroids=CENTERS.norms)},
-        ValueError,
-        "key_bounds.centroids must be torch.float32 of shape (2, 3, 2, 4)",
     ),
     # backend
     ({"backend": "cuda"}, ValueError, "backend must be 'auto' or one of"),
@@ -248,8 +241,7 @@ def test_a_broken_rule_is_named(change: dict, error: type[Exception], says: str)
 def test_what_the_broken_calls_change_is_all_that_is_wrong_with_them():
     alibi_attention(QUERY, KEY, VALUE, SLOPES, causal=True)
     alibi_attention(QUERY, KEY, VALUE, SLOPES, **IN_SPACE)
-    for bounds in (BOUNDS, CENTERS):
-        alibi_attention(QUERY, KEY, VALUE, SLOPES, causal=True, key_bounds=bounds)
+    alibi_attention(QUERY, KEY, VALUE, SLOPES, causal=True, key_bounds=BOUNDS)
 
 
 def test_nothing_reads_a_value():

@@ -90,6 +90,7 @@ def prepare(
         TypeError, ValueError: naming the argument, the rule, what came and what to do.
     """
     inputs = autocast(query, key, value)
+    _check_layout(query, key, slopes)
     check_inputs(*inputs)
     rounded, like, metric = inputs[1].dtype != key.dtype, inputs[0], check_metric(options.get("metric"))
     batch, queries, keys, device = query.shape[0], query.shape[2], key.shape[2], query.device
@@ -174,6 +175,20 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
     return cast(query), cast(key), cast(value)
+
+
+def _check_layout(query: Tensor, key: Tensor, slopes: Tensor) -> None:
+    """Whether these are (batch, tokens, heads, head dim), the commonest mistake, whose other symptoms mislead."""
+    check_tensor("slopes", slopes)
+    if query.dim() != 4 or key.dim() != 4 or slopes.dim() not in (1, 2) or slopes.shape[-1] == query.shape[1]:
+        return
+    heads, (tokens, third), kv_heads = slopes.shape[-1], query.shape[1:3], key.shape[2]
+    if third == heads and kv_heads > 0 and heads % kv_heads == 0:
+        raise ValueError(
+            f"query must have layout (batch, heads, tokens, head dim), got {tuple(query.shape)}: its third size, not "
+            f"its second, {tokens}, is the number of slopes, {heads}; pass query.transpose(1, 2), and key and value "
+            f"likewise"
+        )
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:

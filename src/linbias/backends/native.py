@@ -40,11 +40,7 @@ def why_not(problem: Problem) -> str | None:
         return "its kernels were not built, for want of a working C++17 compiler; reinstall linbias with one"
     if problem.dtype not in _DTYPES:
         return f"supports float32, float64, bfloat16 and float16, got {problem.dtype}"
-    if problem.features <= SUPPORTS:
-        return None
-    if "transformed" in problem.features:
-        return "functorch gradients and forward mode need the reference backend"
-    return f"does not support {', '.join(sorted(problem.features - SUPPORTS))}"
+    return problem.beyond(SUPPORTS)
 
 
 def forward(problem: Problem, operands: Operands) -> Result:

@@ -14,7 +14,7 @@ Proof: docs/proof.md, sections 2 to 4. Everything here is on the host in fp64; `
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -72,7 +72,8 @@ class Table:
         """Summarise the tokens of a call."""
         strip, block = _sizes(problem)
         queries, keys = _on_host(Tokens.queries_of(operands)), _on_host(Tokens.keys_of(operands))
-        rows, columns = Blocks.of(queries, strip), Blocks.of(keys, block)
+        # Rows that a strip lacks are computed for nobody, so that its tiles may be whole without them.
+        rows, columns = replace(Blocks.of(queries, strip), real=None), Blocks.of(keys, block)
         tiles = Tiles.of(rows.down(), columns.across(), problem.options)
         past, future = tiles.sides()
         visible = Answer(
@@ -81,7 +82,7 @@ class Table:
         if operands.attn_mask is not None:
             shown = mask_tiles(operands.attn_mask, strip, block)
             visible = visible & Answer(shown.some.cpu(), shown.every.cpu())
-        real = torch.ones((1, problem.keys), dtype=torch.bool) if keys.real is None else keys.real
+        real = torch.ones((1, problem.keys), dtype=torch.bool, device="cpu") if keys.real is None else keys.real
         return Table(
             problem=problem,
             strip=strip,
@@ -137,7 +138,7 @@ def _on_host(tokens: Tokens) -> Tokens:
 def _offsets(queries: Tokens, rows: Blocks, strip: int) -> tuple[Tensor, Tensor]:
     places = queries.places()
     if places.dim() == 3:  # noqa: PLR2004  (points have no sides)
-        zeros = torch.zeros((1, queries.count), dtype=torch.float64)
+        zeros = torch.zeros((1, queries.count), dtype=torch.float64, device="cpu")
         return zeros, zeros
     low, high = (
         edge.repeat_interleave(strip, 1)[:, : queries.count] for edge in (rows.position.low, rows.position.high)
@@ -147,7 +148,8 @@ def _offsets(queries: Tokens, rows: Blocks, strip: int) -> tuple[Tensor, Tensor]
 
 def _behind(keys: Tokens, columns: Blocks, block: int) -> Tensor:
     if keys.position is None:
-        return torch.full((1, 1), (block - 1) / 2, dtype=torch.float64).expand(1, columns.position.high.shape[1])
+        mean = torch.full((1, 1), (block - 1) / 2, dtype=torch.float64, device="cpu")
+        return mean.expand(1, columns.position.high.shape[1])
     high = columns.position.high
     if high.is_floating_point():
         return high.new_zeros(high.shape[:2])
@@ -160,7 +162,7 @@ def _norms(problem: Problem, operands: Operands, block: int) -> Tensor:
         pool = block // problem.options.bounds_block
         return in_tiles(host(operands.bound_norms).flatten(0, 1), pool, 0.0).amax(-1).unflatten(0, shape)
     if problem.queries < _SHORT:
-        return torch.full((*shape, -(-problem.keys // block)), math.inf, dtype=torch.float64)
+        return torch.full((*shape, -(-problem.keys // block)), math.inf, dtype=torch.float64, device="cpu")
     each = upper_norms(operands.key)
     if operands.key_mask is not None:
         each = torch.where(operands.key_mask[:, None], each, 0.0)
@@ -205,7 +207,7 @@ class Judge:
         """`bh` by number, as many at once as the memory set aside for tables allows."""
         strips, blocks = self.table.near.shape[2:]
         step = max(1, _CHUNK // max(1, strips * blocks))
-        return iter(torch.arange(self.table.problem.batch * self.table.problem.heads).split(step))
+        return iter(_every_head(self.table.problem).split(step))
 
     def row_bounds(self, bh: Tensor) -> Tensor:
         """log of the largest share, over the strip's rows, that the whole block can weigh."""
@@ -266,6 +268,10 @@ class Judge:
             return count.log()
         slopes = self.slopes[1 : len(self.base), bh, None, None]
         return self._choose(bh, [count.log(), *(log_gamma(m, count) for m in slopes)])
+
+
+def _every_head(problem: Problem) -> Tensor:
+    return torch.arange(problem.batch * problem.heads, device="cpu")  # whatever torch's default device is
 
 
 def _strips(values: Tensor, strip: int, fill: float = -math.inf) -> Tensor:
@@ -338,10 +344,10 @@ def backward_visits(table: Table, operands: Operands, norms: Tensor, lse: Tensor
 
 def every_visit(table: Table, operands: Operands) -> Visits:
     """All that is visible, without judging."""
-    bh = torch.arange(table.problem.batch * table.problem.heads)
+    bh = _every_head(table.problem)
     sides = table.sides_of(bh, torch.stack([bh, *both_slopes(table.problem, operands)]))
     visits = table.of_bh(table.visible.some, bh)
-    spent = torch.zeros(visits.shape[:2], dtype=torch.float64)
+    spent = torch.zeros(visits.shape[:2], dtype=torch.float64, device="cpu")
     return Visits(visits, sides, spent, table.strip, table.block)
 
 

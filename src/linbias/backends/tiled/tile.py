@@ -28,6 +28,10 @@ def wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+_SHORT = 16
+"""Stretches below it are added row by row: there may be many thousand, as of a decode step of a large batch."""
+
+
 @dataclass(frozen=True)
 class Stretches:
     """n stretches of consecutive rows of a (R, ...) tensor, (n, length, ...)."""
@@ -59,12 +63,18 @@ class Stretches:
             tensor.index_copy_(0, self._index(tensor), values.flatten(0, 1))
 
     def add(self, tensor: Tensor, values: Tensor) -> None:
-        """Add to stretches that may overlap: one by one, so that the order is always the same."""
+        """Add to stretches; those that may overlap one after the other, so that the order is always the same."""
+        if self.step is not None and self.step >= self.length:
+            self.take(tensor).add_(values)
+            return
+        if tensor.device.type == "cpu" and self.length < _SHORT:
+            tensor.index_add_(0, self._index(tensor), values.flatten(0, 1))
+            return
         for start, part in zip(self.starts.tolist(), values, strict=True):
             tensor[start : start + self.length] += part
 
     def _index(self, tensor: Tensor) -> Tensor:
-        return (self.starts[:, None] + torch.arange(self.length)).flatten().to(tensor.device)
+        return (self.starts[:, None] + torch.arange(self.length, device="cpu")).flatten().to(tensor.device)
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,7 @@ def pieces(problem: Problem, visits: Visits) -> Iterator[Piece]:
     longest = max(1, budget // visits.strip)
     parts = (stop - start + longest - 1) // longest
     bh, strip, start, stop, side = (each.repeat_interleave(parts) for each in (bh, strip, start, stop, side))
-    start = start + longest * _ordinal(torch.arange(len(parts)).repeat_interleave(parts))
+    start = start + longest * _ordinal(torch.arange(len(parts), device=parts.device).repeat_interleave(parts))
     width = (stop - start).clamp_max(longest)
     height = (problem.queries - strip * visits.strip).clamp_max(visits.strip)
     # The runs of one row of a head go to different pieces, because each merges into what the others left.
@@ -113,12 +123,12 @@ def _kinds(*columns: Tensor) -> tuple[Tensor, Tensor]:
         low, high = column.aminmax()
         code = code * (high - low + 1) + (column - low)
     kinds, kind = code.unique(return_inverse=True)
-    return torch.empty_like(kinds).scatter_(0, kind, torch.arange(len(kind))), kind
+    return torch.empty_like(kinds).scatter_(0, kind, torch.arange(len(kind), device=kind.device)), kind
 
 
 def _ordinal(groups: Tensor) -> Tensor:
     """How many neighbours before it each entry shares its value with; equal values are neighbours."""
-    index = torch.arange(len(groups))
+    index = torch.arange(len(groups), device=groups.device)
     changed = torch.ones_like(groups, dtype=torch.bool)
     changed[1:] = groups[1:] != groups[:-1]
     return index - torch.where(changed, index, 0).cummax(0).values
@@ -506,7 +516,7 @@ class GradientSums:
 
     def _add_to_heads(self, side: int, piece: Piece, totals: Tensor) -> None:
         # One product instead of an addition by index, which is not deterministic everywhere.
-        heads = piece.bh == torch.arange(self.slopes.shape[1])[:, None]
+        heads = piece.bh == torch.arange(self.slopes.shape[1], device="cpu")[:, None]
         self.slopes[side] -= heads.to(self.slopes) @ totals.to(self.slopes.dtype)
 
     def gradients(self, call: Call, needs: tuple[bool, ...]) -> Gradients:
