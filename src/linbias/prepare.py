@@ -140,7 +140,7 @@ def resolve(
     dtype = accumulating_dtype(query.dtype)
     mask, future, rank = options.get("attn_mask"), options.get("future_slopes"), keys.rank
     if rank is None and (numbers.sinks > 0 or numbers.prefix > 0):
-        rank = key_ranks(keys.count, keys.real, keys.segment, keys.device)
+        rank = key_ranks(keys.length, keys.real, keys.segment, keys.device)
     if bounds is not None:
         numbers = numbers._replace(bounds_block=bounds.block)
     operands = Operands(
@@ -152,7 +152,7 @@ def resolve(
         tokens[0].segment,
         keys.segment,
         keys.real,
-        None if mask is None else _mask(mask, query, keys.count),
+        None if mask is None else _mask(mask, query, keys.length),
         rank,
         tokens[0].unbiased,
         keys.unbiased,
