@@ -20,8 +20,7 @@ from linbias.semantics.problem import Operands, Problem
 from linbias.semantics.tokens import Tokens
 from linbias.testing import Case, Judge, make_inputs
 from tests.every import why_not
-from tests.ledger_calls import calls, contents
-from tests.test_ledger import distances, exact_weights, exactly, forward_visits
+from tests.ledger_calls import calls, contents, distances, exact_weights, exactly, forward_visits
 
 # --- pieces -----------------------------------------------------------------------------------------------------
 
