@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .semantics.bounds import KeyBounds
 from .semantics.checks import (
+    autocast_enabled,
     check_count,
     check_dense,
     check_flag,
@@ -139,7 +140,7 @@ def resolve(
     dtype = accumulating_dtype(query.dtype)
     mask, future, rank = options.get("attn_mask"), options.get("future_slopes"), keys.rank
     if rank is None and (numbers.sinks > 0 or numbers.prefix > 0):
-        rank = key_ranks(keys.count, keys.real, keys.segment, keys.device)
+        rank = key_ranks(keys.length, keys.real, keys.segment, keys.device)
     if bounds is not None:
         numbers = numbers._replace(bounds_block=bounds.block)
     operands = Operands(
@@ -151,7 +152,7 @@ def resolve(
         tokens[0].segment,
         keys.segment,
         keys.real,
-        None if mask is None else _mask(mask, query, keys.count),
+        None if mask is None else _mask(mask, query, keys.length),
         rank,
         tokens[0].unbiased,
         keys.unbiased,
@@ -166,7 +167,7 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
     kind = query.device.type
-    if kind == "meta" or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if not autocast_enabled(kind):
         return query, key, value
     dtype = torch.get_autocast_dtype(kind)
 

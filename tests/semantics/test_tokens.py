@@ -30,7 +30,7 @@ def test_a_part_is_of_every_field():
         part = tokens.part(span)
         for name in ("position", "segment", "rank", "real", "unbiased"):
             assert getattr(part, name).equal(getattr(tokens, name)[:, span]), name
-        assert part.count == part.position.shape[1] and not part.counted
+        assert part.length == part.position.shape[1] and not part.counted
     plain = Tokens(7, -3, CPU)
     assert plain.part(slice(2, 5)).position is None and plain.part(slice(2, 5)).places().tolist() == [[-1, 0, 1]]
     chosen = plain.part(torch.tensor([6, 0]))

@@ -14,23 +14,21 @@ from torch import Tensor
 
 from ...semantics.blocks import dense
 from ...semantics.bounds import upper_norms
-from ...semantics.problem import FEATURES, Gradients, Operands, Problem, Result
+from ...semantics.problem import FEATURES, TRANSFORMED, Gradients, Operands, Problem, Result
 from . import ledger
 from .ledger import ANY, Table, Visits
 from .tile import Call, GradientSums, Softmax, pieces
 
 NAME = "tiled"
 COMPOSITE = False
-SUPPORTS = FEATURES - {"transformed"}
+SUPPORTS = FEATURES - {TRANSFORMED}
 _PAIRS = 1 << 20
 """Pairs looked at together for keys that nobody sees."""
 
 
 def why_not(problem: Problem) -> str | None:
-    """It runs everything but functorch's gradients."""
-    if not problem.features <= SUPPORTS:
-        return "its backward recomputes tile by tile, which functorch cannot differentiate"
-    return None
+    """It runs everything but what would have to see through its backward, which recomputes tile by tile."""
+    return problem.beyond(SUPPORTS)
 
 
 def forward(problem: Problem, operands: Operands) -> Result:
@@ -40,7 +38,7 @@ def forward(problem: Problem, operands: Operands) -> Result:
     computed = torch.zeros(math.prod(rows[:2]), dtype=torch.int64, device="cpu")
     skipped = torch.zeros(rows, device="cpu")
     if math.prod(rows) * problem.keys > 0:
-        visits = _forward_visits(call)
+        visits = visits_of(call)
         skipped = _skipped(visits, problem.queries, problem.accumulator)
         for piece in pieces(problem, visits):
             softmax.add(call, piece)
@@ -76,8 +74,8 @@ def backward(
     return sums.gradients(call, needs)
 
 
-def _forward_visits(call: Call) -> Visits:
-    """Judged by lower bounds of what the rows weigh."""
+def visits_of(call: Call) -> Visits:
+    """What a forward pass visits, judged by lower bounds of what the rows weigh."""
     table = Table.of(call.problem, call.operands)
     if table.single:
         return ledger.every_visit(table, call.operands)

@@ -128,20 +128,21 @@ def _sizes(problem: Problem) -> tuple[int, int]:
 
 
 def _on_host(tokens: Tokens) -> Tokens:
-    fields = [field.cpu() if isinstance(field, Tensor) else field for field in tokens[3:]]
-    found = Tokens(tokens.count, tokens.first, torch.device("cpu"), *fields)  # pyright: ignore[reportArgumentType]
+    found = tokens._replace(
+        device=torch.device("cpu"), position=None if tokens.position is None else tokens.position.cpu()
+    )
     if found.position is not None and found.position.is_floating_point():
-        return found._replace(position=found.position.double())
-    return found
+        found = found._replace(position=found.position.double())
+    return found._each(Tensor.cpu)
 
 
 def _offsets(queries: Tokens, rows: Blocks, strip: int) -> tuple[Tensor, Tensor]:
     places = queries.places()
     if places.dim() == 3:  # noqa: PLR2004  (points have no sides)
-        zeros = torch.zeros((1, queries.count), dtype=torch.float64, device="cpu")
+        zeros = torch.zeros((1, queries.length), dtype=torch.float64, device="cpu")
         return zeros, zeros
     low, high = (
-        edge.repeat_interleave(strip, 1)[:, : queries.count] for edge in (rows.position.low, rows.position.high)
+        edge.repeat_interleave(strip, 1)[:, : queries.length] for edge in (rows.position.low, rows.position.high)
     )
     return difference(places, low).double(), difference(high, places).double()
 
@@ -417,8 +418,8 @@ def _own_mass(table: Table, operands: Operands, norms: Tensor) -> Tensor:
     problem = table.problem
     offset = problem.keys - problem.queries
     rows, place = slice(max(0, -offset), problem.queries), slice(max(0, offset), problem.keys)
-    sides = (Tokens.queries_of(operands).part(rows), Tokens.keys_of(operands).part(place))
-    pairs = Tiles.of(*(Blocks.of(side).abreast() for side in sides), problem.options)
+    queries, keys = Tokens.queries_of(operands).part(rows), Tokens.keys_of(operands).part(place)
+    pairs = Tiles.of(Blocks.of(queries).abreast(), Blocks.of(keys).abreast(), problem.options)
     visible = pairs.visible.some
     if operands.attn_mask is not None:
         diagonal = operands.attn_mask.expand(-1, -1, problem.queries, problem.keys).diagonal(offset, 2, 3)

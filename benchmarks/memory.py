@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of one call, each in a process of its own: ``python -m linbias.lab.bench.memory IMPLEMENTATION N B H``.
+"""Peak memory of one call, each in a process of its own: ``python -m benchmarks.memory IMPLEMENTATION N B H``.
 
 What the process held before the call does not count, nor, with ``--training``, what the call must return.
 """
@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch
 
-from .inputs import DIM, HEADS, Content
-from .peers import PEERS, PLAIN, Contender
-from .record import Figure, Found
+from benchmarks.harness import figure
+from benchmarks.peers import PEERS
+from linbias import alibi_slopes
+from linbias.lab.bench.race import DIM, HEADS, PLAIN, Contender, Content
+from linbias.lab.bench.record import Finding
 
 _LENGTHS = (4096, 8192)
 _WARM = 64
@@ -24,40 +26,35 @@ def in_fresh_process(implementation: str, length: int, batch: int, heads: int, *
 
     Forward, output included; with `training` forward and backward, beyond output, lse and gradients.
     """
-    command = [sys.executable, "-m", __name__, implementation, str(length), str(batch), str(heads)]
+    command = [sys.executable, "-m", "benchmarks.memory", implementation, str(length), str(batch), str(heads)]
     command += ["--training"] if training else []
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    root = Path(__file__).parents[1]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True, cwd=root).stdout)
 
 
-def compare(contenders: list[Contender]) -> Found:
+def peaks(contenders: list[Contender]) -> list[Finding]:
     """Growth of the peak over one forward, output and any bias matrix included, by implementation and length."""
-    found = Found()
+    found: list[Finding] = []
     for contender in (PLAIN, *contenders):
         for length in _LENGTHS:
-            what = f"{contender.name} at {length:,}"
             if length > contender.longest:
                 continue
             try:
-                found.memory_mib[what] = in_fresh_process(contender.name, length, 1, HEADS)
+                grown = in_fresh_process(contender.name, length, 1, HEADS)
+                found.append({"memory": contender.name, "length": length, "mib": grown})
             except subprocess.CalledProcessError as died:
                 lines = str(died.stderr).strip().splitlines() or [f"ended with {died.returncode}"]
-                found.not_run[f"memory, {what}"] = lines[-1][:200]
+                found.append({"not_run": f"memory, {contender.name} at {length:,}", "why": lines[-1][:200]})
     return found
 
 
-def beyond_results() -> Found:
+def beyond_results() -> list[Finding]:
     """Training memory of the native kernels beyond what they must return, for one text and for two."""
-    return Found(
-        figures=[
-            Figure(
-                name=f"MiB beyond inputs, outputs and gradients, forward + backward, H=32, N=8,192, B={batch}",
-                reached=in_fresh_process("linbias native", 8192, batch, 32, training=True),
-                relation="<",
-                goal=64,
-            )
-            for batch in (1, 2)
-        ]
-    )
+    what = "MiB beyond inputs, outputs and gradients, forward + backward, H=32, N=8,192"
+    return [
+        figure(f"{what}, B={batch}", in_fresh_process("linbias native", 8192, batch, 32, training=True), "<", 64)
+        for batch in (1, 2)
+    ]
 
 
 def peak_mib() -> float:
@@ -74,13 +71,11 @@ def peak_mib() -> float:
 
 
 def _grown(contender: Contender, length: int, batch: int, heads: int, training: bool) -> float:
-    from ...semantics.slopes import alibi_slopes
-
     query, key, value = qkv = tuple(torch.ones(batch, heads, length, DIM, requires_grad=training) for _ in range(3))
     grad = torch.ones(batch, heads, length, DIM)
     content = Content("ones", query, key, value, alibi_slopes(heads))
     before = peak_mib()
-    out = contender.make(content)(*qkv)
+    out = contender.prepare(content)(*qkv)
     if not training:
         return peak_mib() - before
     kept = torch.autograd.grad(out, qkv, grad)

@@ -1,51 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is timed: linbias's backends and the other ways to compute the same with torch. All are causal.
+"""The other ways to compute causal ALiBi attention with torch.
 
 What depends on length and slopes alone (a dense mask, a compiled kernel) is made before, and making it is not timed.
 """
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from ...attention import alibi_attention
-from ...semantics.blocks import alibi_bias
-from .inputs import Content
+from linbias import alibi_bias
+from linbias.lab.bench.race import Attend, Contender, Content
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-BASELINE = "SDPA, no bias"
-_DENSE_LIMIT = 4096
+DENSE_LIMIT = 4096
 """Longest input for what holds N x N numbers a head."""
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One implementation; `make` prepares it for inputs of one length."""
-
-    name: str
-    make: Callable[[Content], Attend]
-    longest: int
-    """Beyond this length it is left out, because it would take minutes or more memory than machines have."""
-    backward: bool = True
-
-    @staticmethod
-    def of_linbias(backend: str) -> "Contender":
-        """The library's backend of that name."""
-        return Contender(f"linbias {backend}", lambda content: _linbias(backend, content), _LONGEST[backend])
-
-
-_LONGEST = {"native": 2**20, "tiled": 2**14, "reference": _DENSE_LIMIT}
-
-
-def _linbias(backend: str, content: Content) -> Attend:
-    return lambda query, key, value: alibi_attention(query, key, value, content.slopes, causal=True, backend=backend)
-
-
-def _plain(content: Content) -> Attend:
-    return lambda query, key, value: scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 def _dense_bias(content: Content) -> Tensor:
@@ -91,14 +58,12 @@ def _flex(content: Content) -> Attend:
 
     mask = create_block_mask(lambda _b, _h, row, column: row >= column, 1, 1, length, length, device="cpu")
     compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda query, key, value: compiled(query, key, value, score_mod=score_mod, block_mask=mask)  # pyright: ignore
+    return lambda query, key, value: compiled(query, key, value, score_mod=score_mod, block_mask=mask)
 
 
-PLAIN = Contender(BASELINE, _plain, 2**14)
-"""Causal attention without any bias: what every ratio is taken to."""
 PEERS = (
-    Contender("SDPA, dense ALiBi mask", _dense_mask, _DENSE_LIMIT),
+    Contender("SDPA, dense ALiBi mask", _dense_mask, DENSE_LIMIT),
     Contender("FlexAttention, compiled", _flex, 2**13, backward=False),
-    Contender("eager formula", _eager, _DENSE_LIMIT),
+    Contender("eager formula", _eager, DENSE_LIMIT),
     Contender("bias as extra channel", _extra_channel, 2**14),
 )

@@ -12,11 +12,11 @@ from html.parser import HTMLParser
 import pytest
 
 from linbias.lab.config import InspectCommand
+from linbias.lab.exports import csv_table, results_text, write_exports
 from linbias.lab.heads import inspect_heads
 from linbias.lab.page import render_page
 from linbias.lab.plots import draw_comparison, draw_heads
 from linbias.lab.remarks import early_token_effect, headline, remarks
-from linbias.lab.report import csv_table, text_report, write_report
 
 PNG = b"\x89PNG\r\n\x1a\n"
 WHEN = datetime(2001, 2, 3, 4, 5, tzinfo=UTC)
@@ -45,8 +45,8 @@ def size_of(png: bytes) -> tuple[int, int]:
     return struct.unpack(">II", png[16:24])
 
 
-def test_text_report_shows_every_figure_and_refusal(results):
-    text = text_report(results)
+def test_results_text_shows_every_figure_and_refusal(results):
+    text = results_text(results)
     rows = {line.split("  ")[0]: line for line in text.split("Perplexity")[0].splitlines()}
     for row in results.table_rows():
         for cell in row.cells:
@@ -131,7 +131,7 @@ def test_head_plot_is_a_png_even_for_extreme_bounds():
 
 
 def test_report_writes_four_files_and_no_others(results, tmp_path):
-    files = write_report(results, tmp_path / "out")
+    files = write_exports(results, tmp_path / "out")
     assert sorted(path.name for path in files) == ["plot.png", "report.html", "results.csv", "results.json"]
     assert sorted((tmp_path / "out").iterdir()) == sorted(files)
     assert json.loads((tmp_path / "out" / "results.json").read_text())["scored"] == 256

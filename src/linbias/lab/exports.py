@@ -11,7 +11,7 @@ from .plots import draw_comparison
 from .remarks import remarks
 from .results import Cell, Results
 from .statistics import METHOD
-from .storage import write_atomically, write_text
+from .storage import write_bytes, write_text
 from .tables import align
 
 _COLUMNS = (
@@ -20,14 +20,14 @@ _COLUMNS = (
 )
 
 
-def write_report(results: Results, folder: Path) -> list[Path]:
+def write_exports(results: Results, folder: Path) -> list[Path]:
     """Write results.json, results.csv, plot.png and report.html below `folder`, and return their paths."""
     files = [folder / name for name in ("report.html", "plot.png", "results.csv", "results.json")]
     page, plot, table, data = files
     write_text(data, json.dumps(results.as_dict(), indent=1, allow_nan=False))
     write_text(table, csv_table(results))
     image = draw_comparison(results)
-    write_atomically(plot, lambda temporary: temporary.write_bytes(image))
+    write_bytes(plot, image)
     write_page(results, image, page)
     return files
 
@@ -54,7 +54,7 @@ def _numbers(cell: Cell) -> tuple[float | None, ...]:
     )
 
 
-def text_report(results: Results) -> str:
+def results_text(results: Results) -> str:
     """Return the tables and remarks that `linbias compare` prints."""
     lengths = results.lengths
     stride = "no overlap" if results.stride is None else f"stride {results.stride:,}"
