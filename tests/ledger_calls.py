@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that a bound could get wrong, for the tests of the ledgers and of the backends that keep them."""
+"""Calls that a bound could get wrong, and the truth about them, for the tests of the ledgers that keep bounds."""
 
 import math
 
@@ -9,7 +9,11 @@ from torch import Tensor
 
 import linbias
 from linbias import alibi_slopes, key_bounds
+from linbias.backends import reference, tiled
+from linbias.backends.tiled.ledger import Visits
+from linbias.backends.tiled.tile import Call
 from linbias.prepare import prepare
+from linbias.semantics.blocks import dense
 from linbias.semantics.problem import Operands, Problem
 
 
@@ -119,3 +123,28 @@ def calls(draw) -> tuple[Problem, Operands]:
     scale = draw(st.sampled_from([None, -0.5, 0.0]))
     options |= {"tolerance": tolerance, "scale": scale}
     return prepare(query, key, torch.randn(*key.shape[:3], 8), slopes, options)
+
+
+def exactly(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+    """The same call in float64."""
+    # All that is floating, bounds included: a backend reads what it is given as the accumulating type.
+    given = operands._asdict()
+    wide = {name: each.double() for name, each in given.items() if each is not None and each.is_floating_point()}
+    exact = operands._replace(**wide)
+    return Problem.of(exact, problem.options), exact
+
+
+def exact_weights(problem: Problem, operands: Operands) -> Tensor:
+    """(B, H, T, S) in float64, from the dense definitions."""
+    return reference.weights(*exactly(problem, operands))
+
+
+def forward_visits(problem: Problem, operands: Operands) -> Visits:
+    """What a forward of this call would visit."""
+    return tiled._forward_visits(Call.of(problem, operands))
+
+
+def distances(problem: Problem, operands: Operands) -> Tensor:
+    """(b, 1, T, S) float64: how far, 0 for pairs without bias."""
+    one = torch.ones((1, 1), dtype=torch.float64)
+    return dense(operands._replace(slopes=one, future_slopes=None), problem.options)[0]

@@ -196,6 +196,19 @@ def test_names_in_the_texts_exist(page: Path):
         assert pydoc.locate(name) is not None, f"{page.name} mentions {name}, which does not exist"
 
 
+def test_the_proof_names_tests_that_exist():
+    sources = "".join(path.read_text() for path in (ROOT / "tests").glob("**/*.py"))
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "proof.md").read_text()))
+    assert len(named) > 20
+    missing = {name for name in named if f"def {name}(" not in sources}
+    assert not missing, f"docs/proof.md names {sorted(missing)}"
+
+
+def test_files_that_the_proof_names_exist():
+    for path in re.findall(r"`((?:tests|csrc)/[\w/.]+)`", (ROOT / "docs" / "proof.md").read_text()):
+        assert (ROOT / path).exists(), f"docs/proof.md names {path}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_between_the_texts_lead_somewhere(page: Path):
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):

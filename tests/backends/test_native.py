@@ -30,8 +30,7 @@ from linbias.semantics.problem import (
     Result,
 )
 from linbias.testing import PROBLEMS, Case, Judge, make_inputs
-from tests.ledger_calls import calls
-from tests.test_ledger import exactly
+from tests.ledger_calls import calls, exactly
 
 pytestmark = pytest.mark.skipif(not native._BUILT, reason="the extension was not built: no C++ compiler")
 

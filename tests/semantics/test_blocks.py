@@ -401,3 +401,42 @@ def test_batches_that_do_not_belong_together():
         alibi_bias(torch.rand(2, 3), torch.zeros(3, 5).long(), torch.zeros(7).long())
     with pytest.raises(ValueError, match="number of coordinates"):
         alibi_bias(HALF, torch.zeros(3, 2), torch.zeros(3, 1), metric="euclidean")
+
+
+def test_heads_without_a_slope_have_no_bias():
+    at = torch.arange(5)
+    assert alibi_bias(alibi_slopes(6), at, at).shape == (1, 6, 5, 5)
+    partial = alibi_bias(alibi_slopes(6, biased_heads=4), at, at)
+    assert (partial[:, 4:] == 0).all()
+    assert partial[:, :4].equal(alibi_bias(alibi_slopes(4), at, at))
+
+
+def test_the_first_head_has_a_bias_too():
+    at = torch.arange(5)
+    assert (alibi_bias(alibi_slopes(4), at, at)[0, 0] != 0).sum() == 20
+    with pytest.raises(TypeError):
+        alibi_bias(0, at, at)
+
+
+def test_dividing_product_and_bias_and_multiplying_back_is_nothing():
+    query, key = torch.randn(2, 4, 64, dtype=torch.float64), torch.randn(2, 4, 64, dtype=torch.float64)
+    bias = alibi_bias(HALF.double(), torch.arange(4), torch.arange(4))[0]
+    product = query @ key.mT
+    torch.testing.assert_close((product / 7 + bias / 7) * 7, product + bias)
+
+
+def test_bias_of_float32_slopes_at_distance_4096():
+    exact = [2 ** (-8 * h / 32) for h in range(1, 33)]
+    bias = alibi_bias(alibi_slopes(32), torch.tensor([4095]), torch.tensor([0]))[0, :, 0, 0]
+    assert (bias.double() + 4095 * torch.tensor(exact, dtype=torch.float64)).abs().max() < 1e-2
+
+
+def test_a_dense_bias_is_shared_by_the_batch():
+    at = torch.arange(9)
+    bias = alibi_bias(alibi_slopes(4), at, at)
+    assert bias.shape == (1, 4, 9, 9) and bias.expand(16, 4, 9, 9).stride(0) == 0
+
+
+def test_biases_are_penalties():
+    bias = alibi_bias(alibi_slopes(6), torch.arange(5), torch.arange(5))
+    assert (bias <= 0).all() and (bias.diagonal(dim1=2, dim2=3) == 0).all()

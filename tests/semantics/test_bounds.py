@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from linbias import key_bounds, reach
+from linbias import alibi_bias, alibi_slopes, key_bounds, reach
 from linbias.semantics.bounds import upper_norms
+from tests.flat import assert_close
 from tests.ledger_calls import CONTENTS, contents
 
 
@@ -105,3 +106,15 @@ def test_bounds_where_no_value_can_be_read():
 def test_reach_takes_numbers(numbers: dict):
     with pytest.raises(TypeError, match=f"{list(numbers)[-1]} must be a Python number"):
         reach(torch.tensor([0.5]), **numbers)
+
+
+def test_how_far_a_head_looks():
+    slopes = alibi_slopes(8)
+    assert (1 / slopes).tolist() == [2, 4, 8, 16, 32, 64, 128, 256]
+    # exp(-m * 1024): little is left at slope 2**-8, nearly everything at 2**-16.
+    assert_close(torch.exp(alibi_bias(slopes[-1:], torch.tensor([1024]), torch.tensor([0])))[0, 0, 0], [0.0183156])
+    assert_close(torch.exp(-1024 * alibi_slopes(32, max_bias=16.0)[-1]), 0.984496)
+    # Beyond its reach a flat head has no more than the tolerance left.
+    for slope, distance in zip(slopes.tolist(), reach(slopes, tolerance=1e-6).tolist(), strict=True):
+        tail = math.exp(-slope * (distance + 1)) / (1 - math.exp(-slope))
+        assert tail <= 1e-6 < tail * math.exp(slope)

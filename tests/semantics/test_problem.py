@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from linbias import backends
-from linbias.semantics.problem import FEATURES, OPERAND_NAMES, OPTION_NAMES, Operands, Options, Problem
+from linbias.semantics.problem import FEATURES, OPERAND_NAMES, OPTION_NAMES, TRANSFORMED, Operands, Options, Problem
 
 TENSOR = torch.zeros(1, 1, 1, 1)
 PLAIN = Operands(TENSOR, TENSOR, TENSOR, torch.zeros(1, 1))
@@ -43,21 +43,24 @@ def test_every_option_is_a_feature(name: str):
 
 
 def test_transforms_are_a_feature_and_nothing_else_is():
-    assert Problem.of(PLAIN, Options(), transformed=True).features == {"transformed"}
-    assert FEATURES == {*OPERAND_NAMES, *OPTION_NAMES, "transformed"} - {*REQUIRED}
+    assert Problem.of(PLAIN, Options(), transformed=True).features == {TRANSFORMED}
+    assert FEATURES == {*OPERAND_NAMES, *OPTION_NAMES, TRANSFORMED} - {*REQUIRED}
 
 
 @pytest.mark.parametrize("name", backends.available())
 def test_what_a_backend_supports_are_features(name: str):
-    supports = getattr(getattr(backends, name), "SUPPORTS", None)
-    if supports is None:
-        pytest.skip(f"{name} has no list of features: its why_not names what it refuses")
+    supports = getattr(backends, name).SUPPORTS
     assert supports <= FEATURES, f"not features: {sorted(supports - FEATURES)}"
 
 
 @pytest.mark.parametrize("feature", sorted(FEATURES))
-def test_a_feature_that_is_not_supported_is_a_reason(feature: str, monkeypatch: pytest.MonkeyPatch):
-    problem = Problem.of(PLAIN, Options())._replace(features=frozenset({feature}))
-    monkeypatch.setattr(backends.tiled, "SUPPORTS", FEATURES - {feature})
-    assert backends.tiled.why_not(problem) is not None
-    assert backends.tiled.why_not(problem._replace(features=frozenset())) is None
+@pytest.mark.parametrize("name", backends.available())
+def test_a_feature_that_is_not_supported_is_a_reason(name: str, feature: str, monkeypatch: pytest.MonkeyPatch):
+    backend = getattr(backends, name)
+    plain = Problem.of(PLAIN, Options())
+    if (reason := backend.why_not(plain)) is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(backend, "SUPPORTS", FEATURES - {feature})
+    reason = backend.why_not(plain._replace(features=frozenset({feature})))
+    assert reason is not None and feature in reason
+    assert backend.why_not(plain) is None

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from linbias import alibi_slopes
+from tests.flat import assert_close
 
 
 @pytest.mark.parametrize(
@@ -112,3 +113,38 @@ def test_errors(arguments: dict, says: str):
 def test_a_head_count_is_an_int(heads: object):
     with pytest.raises(ValueError, match="num_heads must be an int >= 0, got"):
         alibi_slopes(heads)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 6, 7, 10, 12, 20, 40, 71, 112])
+def test_every_head_has_a_slope_of_its_own_between_0_and_1(heads: int):
+    found = alibi_slopes(heads)
+    assert found.shape == (heads,) and len(set(found.tolist())) == heads
+    assert ((found > 0) & (found < 1)).all()
+
+
+def test_twelve_heads_are_not_one_geometric_series():
+    series = [2 ** (-8 * h / 12) for h in range(1, 13)]
+    assert_close(torch.tensor(series[:3]), [0.62996, 0.39685, 0.25], atol=1e-5)
+    assert not torch.isclose(alibi_slopes(12), torch.tensor(series)).all()
+    expected = [2.0**-h for h in range(1, 9)] + [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]
+    assert_close(alibi_slopes(12), expected, atol=3e-8)
+
+
+def test_the_order_is_that_of_the_checkpoints():
+    found = alibi_slopes(10).tolist()
+    assert found[:8] == alibi_slopes(8).tolist()
+    assert_close(torch.tensor(found[8:]), [2**-0.5, 2**-1.5], atol=3e-8)
+    assert found != sorted(found, reverse=True)
+
+
+def test_max_bias_16_of_32_heads():
+    found = alibi_slopes(32, max_bias=16.0)
+    assert_close(found, [2 ** (-h / 2) for h in range(1, 33)], atol=3e-8)
+    assert found[-1] == 2**-16 and alibi_slopes(32)[-1] == 2**-8
+
+
+def test_slopes_of_a_rank_are_a_slice():
+    assert alibi_slopes(8).chunk(2)[1].tolist() == [1 / 32, 1 / 64, 1 / 128, 1 / 256]
+    assert alibi_slopes(4).tolist() == [1 / 4, 1 / 16, 1 / 64, 1 / 256]
+    assert_close(alibi_slopes(12).chunk(2)[1], [0.0078125, 0.00390625, 0.7071068, 0.3535534, 0.1767767, 0.0883883])
+    assert_close(alibi_slopes(40).chunk(2)[1][0], 0.02627801, atol=1e-8)

@@ -109,10 +109,10 @@ class Table:
         return tensor[items % tensor.shape[0], heads % tensor.shape[1]]
 
     def sides_of(self, bh: Tensor, slopes: Tensor) -> Tensor:
-        """(n, I, J) int8: the tiles in which distance is a difference, with nothing hidden and no slope infinite."""
-        full = self.of_bh(self.visible.every, bh)
+        """(n, I, J) int8: the tiles in which distance is a difference, with nothing hidden and every bias finite."""
+        full, most = self.of_bh(self.visible.every, bh), steepest(self.problem)
         past, future = (
-            full & self.of_bh(side, bh) & slopes[side_slope, bh, None, None].isfinite()
+            full & self.of_bh(side, bh) & (slopes[side_slope, bh, None, None].abs() <= most)
             for side, side_slope in ((self.past, 1), (self.future, 2))
         )
         return torch.where(past, PAST, torch.where(future, FUTURE, ANY)).to(torch.int8)
@@ -284,6 +284,13 @@ def _strips(values: Tensor, strip: int, fill: float = -math.inf) -> Tensor:
 def _product(slope: Tensor, distance: Tensor) -> Tensor:
     """slope x distance, 0 at distance 0 even for slope inf."""
     return torch.where(distance == 0, 0.0, slope * distance)
+
+
+def steepest(problem: Problem) -> float:
+    """The steepest slope whose bias is finite at every distance; a steeper one may hide a key as infinity does."""
+    if problem.options.metric is not None:
+        return 0.0
+    return torch.finfo(problem.accumulator).max / 2**63
 
 
 def both_slopes(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from ...semantics.blocks import Blocks, Tiles, difference
 from ...semantics.dropout import keep_mask
 from ...semantics.problem import Gradients, Operands, Problem
 from ...semantics.tokens import Tokens
-from .ledger import ANY, PAST, Visits, both_slopes
+from .ledger import ANY, PAST, Visits, both_slopes, steepest
 
 
 def wide(device: torch.device) -> torch.dtype:
@@ -100,6 +100,8 @@ def pieces(problem: Problem, visits: Visits) -> Iterator[Piece]:
     """
     budget = 1 << 19 if problem.device.type == "cpu" else 1 << 24
     bh, strip, first, last, side = _runs(torch.where(visits.table, visits.sides, 0))
+    if len(bh) == 0:
+        return
     start, stop = first * visits.block, (last * visits.block).clamp_max(problem.keys)
     longest = max(1, budget // visits.strip)
     parts = (stop - start + longest - 1) // longest
@@ -162,7 +164,7 @@ class Call:
     tokens: tuple[Tokens, Tokens]
     """Queries and keys."""
     infinite: bool
-    """Some slope is infinite."""
+    """Some slope is infinite, or so steep that a bias may be."""
 
     @staticmethod
     def of(problem: Problem, operands: Operands) -> "Call":
@@ -176,7 +178,7 @@ class Call:
             value=flat(operands.value, problem.accumulator),
             slopes=slopes.to(problem.accumulator).to(problem.device),
             tokens=(Tokens.queries_of(operands), Tokens.keys_of(operands)),
-            infinite=bool(slopes.isinf().any()),
+            infinite=bool((slopes.abs() > steepest(problem)).any()),
         )
 
     @property

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections F, G, I and L: arguments, messages, transforms, windows, training."""
+"""What a call is used for, on every backend: any length, device or split of the heads, windows, training."""
+
+import math
 
 import pytest
 import torch
 
 import linbias
 from linbias import BackendUnavailable, alibi_attention, alibi_attention_varlen, alibi_attention_weights, alibi_slopes
-from tests.cases.flat import FOUR, HALF, THREE, assert_close, flat
 from tests.every import every_backend
+from tests.flat import FOUR, HALF, THREE, assert_close, flat
 
 
 @every_backend
-def test_f1_longer_than_ever_before(backend: str):
+def test_a_call_longer_than_any_before(backend: str):
     def layer(tokens: torch.Tensor) -> torch.Tensor:
         return alibi_attention(tokens, tokens, tokens, alibi_slopes(2), causal=True, backend=backend)
 
@@ -20,7 +22,7 @@ def test_f1_longer_than_ever_before(backend: str):
 
 
 @every_backend
-def test_f2_shapes_of_slopes(backend: str):
+def test_slopes_by_head_and_by_item(backend: str):
     query = torch.randn(2, 4, 5, 8)
 
     def run(slopes: torch.Tensor) -> torch.Tensor:
@@ -37,7 +39,7 @@ def test_f2_shapes_of_slopes(backend: str):
 
 
 @pytest.mark.parametrize("backend", linbias.backends.available())
-def test_f4_a_backend_applies_the_bias_or_says_why_not(backend: str):
+def test_a_backend_applies_the_bias_or_says_why_not(backend: str):
     query = torch.randn(1, 4, 20, 8)
     try:
         biased = alibi_attention(query, query, query, alibi_slopes(4), causal=True, backend=backend)
@@ -50,15 +52,7 @@ def test_f4_a_backend_applies_the_bias_or_says_why_not(backend: str):
 
 
 @every_backend
-def test_f6_every_path_agrees(backend: str):
-    query, key, value = (torch.randn(2, 4, 55, 32).half() for _ in range(3))
-    call = (query, key, value, alibi_slopes(4))
-    found = alibi_attention(*call, causal=True, backend=backend)
-    assert (found - alibi_attention(*call, causal=True, backend="reference")).abs().max() < 2e-3
-
-
-@every_backend
-def test_f9_weights_that_agree_with_the_output(backend: str):
+def test_weights_that_agree_with_the_output(backend: str):
     query, key, value = (torch.randn(1, 4, 6, 8) for _ in range(3))
     weights = alibi_attention_weights(query, key, alibi_slopes(4), causal=True)
     assert_close(weights.sum(-1), torch.ones(1, 4, 6))
@@ -67,7 +61,7 @@ def test_f9_weights_that_agree_with_the_output(backend: str):
 
 
 @every_backend
-def test_f10_devices(backend: str):
+def test_results_live_where_the_query_does(backend: str):
     query = torch.randn(1, 2, 200, 4)
     options = {"causal": True, "window": (70, 0), "sinks": 1, "unbiased": 1, "dropout_p": 0.1, "backend": backend}
     torch.manual_seed(0)
@@ -82,7 +76,7 @@ def test_f10_devices(backend: str):
 
 
 @every_backend
-def test_f12_learned_slopes_run_forward_and_backward(backend: str):
+def test_learned_slopes_run_forward_and_backward(backend: str):
     slopes = alibi_slopes(4).requires_grad_()
     tokens = torch.randn(7, 4, 8)
     ends = torch.tensor([0, 3, 7])
@@ -98,14 +92,14 @@ def test_f12_learned_slopes_run_forward_and_backward(backend: str):
 
 
 @every_backend
-def test_g8_nearer_keys_weigh_more(backend: str):
+def test_nearer_keys_weigh_more(backend: str):
     row = flat(HALF, 4, 4, causal=True, backend=backend)[0, 0, 3]
     assert (row.diff() > 0).all()
     assert_close(row, FOUR)
 
 
 @every_backend
-def test_g9_a_mask_and_causal_hold_together(backend: str):
+def test_a_mask_and_causal_hold_together(backend: str):
     mask = torch.tensor([True, False, True, True])
     for option in ({"attn_mask": mask}, {"key_mask": mask}):
         found = flat(HALF, 4, 4, causal=True, **option, backend=backend)[0, 0]
@@ -115,17 +109,7 @@ def test_g9_a_mask_and_causal_hold_together(backend: str):
 
 
 @every_backend
-def test_g11_vmap_keeps_heads_and_examples_apart(backend: str):
-    query = torch.randn(3, 2, 4, 5, 8)
-    slopes = alibi_slopes(4)
-    found = torch.vmap(lambda one: alibi_attention(one, one, one, slopes, causal=True, backend=backend))(query)
-    for n in range(3):
-        alone = alibi_attention(query[n], query[n], query[n], slopes, causal=True, backend=backend)
-        torch.testing.assert_close(found[n], alone)
-
-
-@every_backend
-def test_i1_a_window_is_inclusive(backend: str):
+def test_a_window_is_inclusive(backend: str):
     assert_close(flat(HALF, 4, 4, causal=True, window=(2, 0), backend=backend)[0, 0, 3], [0, *THREE])
     for wide in ((3, 0), (99, 0), (None, None)):
         assert_close(flat(HALF, 4, 4, causal=True, window=wide, backend=backend)[0, 0, 3], FOUR)
@@ -133,7 +117,7 @@ def test_i1_a_window_is_inclusive(backend: str):
 
 
 @every_backend
-def test_i4_shifting_a_context_changes_nothing(backend: str):
+def test_shifting_a_context_changes_nothing(backend: str):
     query, key, value = (torch.randn(1, 4, 9, 8) for _ in range(3))
     at = torch.arange(9) * 3
     outs = [
@@ -147,7 +131,7 @@ def test_i4_shifting_a_context_changes_nothing(backend: str):
 
 
 @every_backend
-def test_l1_slopes_get_a_gradient(backend: str):
+def test_slopes_get_a_gradient(backend: str):
     slope = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
     weights = flat(slope, 3, 3, causal=True, dtype=torch.float64, backend=backend)
     weights[0, 0, 2, 0].backward()
@@ -159,10 +143,50 @@ def test_l1_slopes_get_a_gradient(backend: str):
 
 
 @every_backend
-def test_l4_no_batch_size_is_fixed_beforehand(backend: str):
+def test_no_batch_size_is_fixed_beforehand(backend: str):
     slopes = alibi_slopes(4)
     tokens = torch.randn(7, 4, 5, 8)
     parts = [alibi_attention(part, part, part, slopes, causal=True, backend=backend) for part in tokens.split(4)]
     assert [len(part) for part in parts] == [4, 3]
     whole = alibi_attention(tokens, tokens, tokens, slopes, causal=True, backend=backend)
     torch.testing.assert_close(torch.cat(parts), whole)
+
+
+@every_backend
+def test_a_bias_before_the_scale_is_a_smaller_slope(backend: str):
+    # Falcon divides bias and product by sqrt(64) alike.
+    assert_close(flat(HALF, 4, 4, causal=True, backend=backend)[0, 0, 3], FOUR)
+    found = flat(HALF / 8, 4, 4, causal=True, backend=backend)[0, 0, 3]
+    assert_close(found, [0.2270728, 0.2417178, 0.2573072, 0.2739021])
+
+
+@every_backend
+def test_key_index_and_relative_form_agree_under_causal(backend: str):
+    query, key, value = (torch.randn(2, 4, 9, 8) for _ in range(3))
+    slopes = alibi_slopes(4)
+    scores = query @ key.mT / math.sqrt(8) + slopes[:, None, None] * torch.arange(9)
+    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
+    assert_close(alibi_attention(query, key, value, slopes, causal=True, backend=backend), expected.double())
+
+
+@every_backend
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(8, 8, 2), (12, 6, 3), (40, 8, 4)])
+def test_ranks_together_are_the_whole(backend: str, heads: int, kv_heads: int, ranks: int):
+    query = torch.randn(1, heads, 5, 8)
+    key, value = torch.randn(1, kv_heads, 7, 8), torch.randn(1, kv_heads, 7, 8)
+    slopes = alibi_slopes(heads)
+    parts = zip(query.chunk(ranks, 1), key.chunk(ranks, 1), value.chunk(ranks, 1), slopes.chunk(ranks), strict=True)
+    found = torch.cat([alibi_attention(*part, causal=True, backend=backend) for part in parts], 1)
+    torch.testing.assert_close(found, alibi_attention(query, key, value, slopes, causal=True, backend=backend))
+
+
+@every_backend
+def test_a_query_head_keeps_its_slope_in_its_group(backend: str):
+    slopes = alibi_slopes(8)
+    query = torch.zeros(1, 8, 1, 4)
+    key, value = torch.zeros(1, 2, 4, 4), torch.eye(4).expand(1, 2, 4, 4).clone()
+    value[:, 1] *= 10  # head 5 reads kv head 1
+    found = alibi_attention(query, key, value, slopes, causal=True, backend=backend)
+    expected = (-slopes[5].item() * torch.tensor([3.0, 2.0, 1.0, 0.0])).softmax(-1)
+    assert_close(found[0, 5, 0], 10 * expected.double(), atol=1e-5)

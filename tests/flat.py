@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public reports of what goes wrong with ALiBi, each a test named after its number, and what they share.
-
-Here: A1 A2 A4 A5 A7 A8 A9 A10; B1 B2 B3 B5 B7 B8; C1 C4 C5 C6 C8 C9; D1 D2 D3 D7 D9; E1 E2 E6 E7;
-F1 F2 F4 F6 F7 F9 F10 F12; G8 G9 G11; H1 H2 H3 H5; I1 I4; J1 J2 J4; K3; L1 L4; of each, what the operation itself
-can show. Beside what they concern: B10 C1 C2 C4 C12 (caches), C9 F5 F6 F9 F12 H7 L3 L6 (nn), G3 G4 G7 (interop and
-backends), A8 A9 A10 C D5 F5 G1 G2 (model families), E4 E5 (benchmarks), I3 K1 K2 (the lab). K5 and K6 are for docs.
-"""
+"""Flat attention: no content, so that the weights are the bias alone and can be known by hand."""
 
 import torch
 

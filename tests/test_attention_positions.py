@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections B, C and H: padding, positions, alignment, both directions."""
+"""Padding, positions, alignment, both directions: flat attention to know by hand, on every backend."""
 
 import pytest
 import torch
@@ -7,17 +7,16 @@ import torch
 from linbias import (
     alibi_attention,
     alibi_attention_varlen,
-    alibi_attention_weights,
     alibi_bias,
     alibi_slopes,
     positions_from_mask,
 )
-from tests.cases.flat import FOUR, HALF, THREE, assert_close, flat
 from tests.every import every_backend
+from tests.flat import FOUR, HALF, THREE, assert_close, flat
 
 
 @every_backend
-def test_b1_left_padding(backend: str):
+def test_left_padding(backend: str):
     mask = torch.tensor([[0, 0, 1, 1, 1]])
     assert positions_from_mask(mask).tolist() == [[0, 0, 0, 1, 2]]
     padded = flat(HALF, 5, 5, causal=True, key_mask=mask.bool(), backend=backend)
@@ -31,7 +30,7 @@ def test_b1_left_padding(backend: str):
 @every_backend
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("garbage", [0.0, torch.nan, torch.inf])
-def test_b2_the_mask_is_honoured_whatever_the_padding_holds(backend: str, side: str, garbage: float):
+def test_the_mask_is_honoured_whatever_the_padding_holds(backend: str, side: str, garbage: float):
     query, key, value = (torch.randn(2, 4, 5, 8) for _ in range(3))
     real = torch.ones(2, 5, dtype=torch.bool)
     shorter = slice(2, 5) if side == "left" else slice(0, 3)
@@ -50,7 +49,7 @@ def test_b2_the_mask_is_honoured_whatever_the_padding_holds(backend: str, side: 
 
 
 @every_backend
-def test_b3_right_and_left_padding_agree(backend: str):
+def test_right_and_left_padding_agree(backend: str):
     query, key, value = (torch.randn(1, 4, 3, 8) for _ in range(3))
     slopes = alibi_slopes(4)
     assert positions_from_mask(torch.tensor([1, 1, 1, 0, 0]))[:3].tolist() == [0, 1, 2]
@@ -64,7 +63,7 @@ def test_b3_right_and_left_padding_agree(backend: str):
 
 @every_backend
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_b5_a_row_without_keys_is_zero_and_not_nan(backend: str, dtype: torch.dtype):
+def test_a_row_without_keys_is_zero_and_not_nan(backend: str, dtype: torch.dtype):
     leaves = [torch.randn(1, 2, 3, 4, dtype=dtype, requires_grad=True) for _ in range(3)]
     mask = torch.tensor([False, False, True])
     out, aux = alibi_attention(*leaves, alibi_slopes(2), causal=True, key_mask=mask, backend=backend, return_aux=True)
@@ -76,7 +75,7 @@ def test_b5_a_row_without_keys_is_zero_and_not_nan(backend: str, dtype: torch.dt
 
 
 @every_backend
-def test_b7_any_positions(backend: str):
+def test_any_positions(backend: str):
     at = torch.tensor([[0, 1, 5, 9], [0, 2, 2, 3]])
     slopes = alibi_slopes(3)
     bias = alibi_bias(slopes, at, at)
@@ -94,7 +93,7 @@ def test_b7_any_positions(backend: str):
 
 
 @every_backend
-def test_b8_packed_documents(backend: str):
+def test_packed_documents(backend: str):
     documents = torch.tensor([0, 0, 0, 1, 1, 1, 1])
     segments = {"query_segments": documents, "key_segments": documents}
     assert_close(flat(HALF, 7, 7, causal=True, **segments, backend=backend)[0, 0, 6], [0, 0, 0, *FOUR])
@@ -111,14 +110,14 @@ def test_b8_packed_documents(backend: str):
 
 
 @every_backend
-def test_c1_one_query_on_five_keys(backend: str):
+def test_one_query_on_five_keys(backend: str):
     found = flat(alibi_slopes(2), 1, 5, causal=True, backend=backend)[0, :, 0]
     assert_close(found[0], [0.1758119, 0.1871507, 0.1992209, 0.2120696, 0.2257469])
     assert_close(found[1, [0, 4]], [0.1984406, 0.2015655])
 
 
 @every_backend
-def test_c4_calls_of_different_shapes_never_mix(backend: str):
+def test_calls_of_different_shapes_never_mix(backend: str):
     for shape in ((5, 5), (5, 6), (3, 3), (1, 9), (8, 8), (5, 5)):
         for heads in (4, 8):
             slopes = alibi_slopes(heads)
@@ -131,7 +130,7 @@ def test_c4_calls_of_different_shapes_never_mix(backend: str):
 
 
 @every_backend
-def test_c5_ends_are_aligned(backend: str):
+def test_ends_are_aligned(backend: str):
     assert (flat(HALF, 1, 6, causal=True, backend=backend) > 0).all()
     two = flat(HALF, 2, 6, causal=True, backend=backend)[0, 0]
     assert (two[0] > 0).tolist() == [True] * 5 + [False] and (two[1] > 0).all()
@@ -142,7 +141,7 @@ def test_c5_ends_are_aligned(backend: str):
 
 
 @every_backend
-def test_c6_distance_is_zero_at_the_own_position(backend: str):
+def test_distance_is_zero_at_the_own_position(backend: str):
     # A constant a row changes no weight, so only the lse shows a distance counted from the length.
     _, aux = alibi_attention(
         torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4), HALF, causal=True, backend=backend,
@@ -157,7 +156,7 @@ def test_c6_distance_is_zero_at_the_own_position(backend: str):
 
 @every_backend
 @pytest.mark.parametrize("path", ["prefill", "decode", "window", "symmetric", "segments", "varlen", "grouped"])
-def test_c8_every_path_applies_the_bias(backend: str, path: str):
+def test_every_path_applies_the_bias(backend: str, path: str):
     query, key, value = torch.randn(1, 4, 20, 8), torch.randn(1, 4, 20, 8), torch.randn(1, 4, 20, 8)
 
     def run(slopes: torch.Tensor) -> torch.Tensor:
@@ -180,7 +179,7 @@ def test_c8_every_path_applies_the_bias(backend: str, path: str):
 
 
 @every_backend
-def test_c9_without_a_mask_bias_and_causality_stay(backend: str):
+def test_without_a_mask_bias_and_causality_stay(backend: str):
     none = {"key_mask": None, "attn_mask": None}
     query, value = torch.zeros(1, 1, 4, 4), torch.eye(4)[None, None]
     for grad in (True, False):  # training and inference differ in nothing but this
@@ -192,7 +191,7 @@ def test_c9_without_a_mask_bias_and_causality_stay(backend: str):
 
 
 @every_backend
-def test_h1_an_encoder_needs_the_symmetric_bias(backend: str):
+def test_an_encoder_needs_the_symmetric_bias(backend: str):
     quarter = torch.tensor([0.25])
     assert_close(flat(quarter, 4, 4, causal=False, backend=backend)[0, 0, 1], [0.2461, 0.3160, 0.2461, 0.1917], 5e-5)
     by_index = (0.25 * torch.arange(4.0)).softmax(-1)
@@ -202,7 +201,7 @@ def test_h1_an_encoder_needs_the_symmetric_bias(backend: str):
 
 
 @every_backend
-def test_h2_symmetric_and_one_sided(backend: str):
+def test_symmetric_and_one_sided(backend: str):
     at = torch.arange(6)
     bias = alibi_bias(alibi_slopes(3), at, at)
     assert bias.equal(bias.mT)
@@ -222,17 +221,10 @@ def test_h2_symmetric_and_one_sided(backend: str):
 
 
 @every_backend
-def test_h3_cross_attention_by_explicit_positions(backend: str):
+def test_cross_attention_by_explicit_positions(backend: str):
     expected = [0.1315425, 0.168904, 0.216877, 0.168904, 0.1315425, 0.1024454, 0.0797846]
     quarter = torch.tensor([0.25])
     for at in ([2], [0, 1, 2, 3, 4], [4, 2]):
         places = {"query_positions": torch.tensor(at), "key_positions": torch.arange(7)}
         found = flat(quarter, len(at), 7, causal=False, **places, backend=backend)
         assert_close(found[0, 0, at.index(2)], expected)
-
-
-def test_h5_biases_are_penalties():
-    bias = alibi_bias(alibi_slopes(6), torch.arange(5), torch.arange(5))
-    assert (bias <= 0).all() and (bias.diagonal(dim1=2, dim2=3) == 0).all()
-    weights = alibi_attention_weights(torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2), HALF, causal=True)
-    assert_close(weights[0, 0, 3], FOUR)

@@ -15,29 +15,9 @@ from linbias.backends.tiled import ledger
 from linbias.backends.tiled.ledger import Table, Visits
 from linbias.backends.tiled.tile import Call
 from linbias.prepare import prepare
-from linbias.semantics.blocks import dense
 from linbias.semantics.bounds import upper_norms
 from linbias.semantics.problem import Operands, Problem
-from tests.ledger_calls import CONTENTS, calls, contents
-
-
-def exactly(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
-    """The same call in float64."""
-    # All that is floating, bounds included: a backend reads what it is given as the accumulating type.
-    given = operands._asdict()
-    wide = {name: each.double() for name, each in given.items() if each is not None and each.is_floating_point()}
-    exact = operands._replace(**wide)
-    return Problem.of(exact, problem.options), exact
-
-
-def exact_weights(problem: Problem, operands: Operands) -> Tensor:
-    """(B, H, T, S) in float64, from the dense definitions."""
-    return reference.weights(*exactly(problem, operands))
-
-
-def forward_visits(problem: Problem, operands: Operands) -> Visits:
-    """What a forward of this call would visit."""
-    return tiled._forward_visits(Call.of(problem, operands))
+from tests.ledger_calls import CONTENTS, calls, contents, distances, exact_weights, exactly, forward_visits
 
 
 def skipped_pairs(problem: Problem, visits: Visits) -> Tensor:
@@ -51,12 +31,6 @@ def forward_shares(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor
     visits, weights = forward_visits(problem, operands), exact_weights(problem, operands)
     spent = visits.spent.repeat_interleave(visits.strip, 1)[:, : problem.queries]
     return (weights * skipped_pairs(problem, visits)).sum(-1), spent.view(weights.shape[:3])
-
-
-def distances(problem: Problem, operands: Operands) -> Tensor:
-    """(b, 1, T, S) float64: how far, 0 for pairs without bias."""
-    one = torch.ones((1, 1), dtype=torch.float64)
-    return dense(operands._replace(slopes=one, future_slopes=None), problem.options)[0]
 
 
 def assert_not_above(shares: Tensor, limit: Tensor | float, what: str) -> None:
