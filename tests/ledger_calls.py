@@ -141,7 +141,7 @@ def exact_weights(problem: Problem, operands: Operands) -> Tensor:
 
 def forward_visits(problem: Problem, operands: Operands) -> Visits:
     """What a forward of this call would visit."""
-    return tiled._forward_visits(Call.of(problem, operands))
+    return tiled.visits_of(Call.of(problem, operands))
 
 
 def distances(problem: Problem, operands: Operands) -> Tensor:
