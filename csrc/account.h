@@ -5,8 +5,8 @@
 //     spent_i + exp(u - m d - lse_i) * gamma * (1 + m d_max)              <= tolerance,
 // and for the keys of the node, with e_i = exp(u - m d - lse_i) * (1 + m d_max),
 //     charged_J + sum of e_i over the rows of the strip                   <= tolerance.
-// The factor 1 + m d_max is there only when slopes get a gradient; in it m is the size of the larger slope, and a slope of
-// 0 counts as 1, since its gradient is a sum over distances all the same. docs/proof.md derives what follows.
+// The factor 1 + m d_max is there only when slopes get a gradient; in it m is the size of the larger slope, and a slope
+// of 0 counts as 1, since its gradient is a sum over distances all the same. docs/proof.md derives what follows.
 #pragma once
 
 #include "ledger.h"
@@ -48,8 +48,8 @@ class KeyAccount {
   Buffer<C> own_, peak_;
 };
 
-// 1 + m d_max of rows with these slopes, m the larger of their sizes: a negative slope's gradient is a sum over distances
-// like any other, and no charge may be negative.
+// 1 + m d_max of rows with these slopes, m the larger of their sizes: a negative slope's gradient is a sum over
+// distances like any other, and no charge may be negative.
 template <class V>
 LINBIAS_INLINE V distance_factor(V past, V future, V most) {
   past = past < 0 ? -past : past, future = future < 0 ? -future : future;
@@ -115,10 +115,11 @@ struct Account : JudgedRows<C> {
     return skip;
   }
 
-  // The second look at one strip: `peak[r]` is the largest score - lse of row r among `count` keys of the tile, `most[r]`
-  // at least 1 + m d_max. Charges and returns true if the strip may leave them out.
+  // The second look at one strip: `peak[r]` is the largest score - lse of row r among `count` keys of the tile,
+  // `most[r]` at least 1 + m d_max. Charges and returns true if the strip may leave them out.
   template <class HasNan>
-  bool settle_computed(int64_t tile, int s, int strip_rows, const C* peak, const C* most, int count, const HasNan& has_nan) {
+  bool settle_computed(int64_t tile, int s, int strip_rows, const C* peak, const C* most, int count,
+                       const HasNan& has_nan) {
     C total[kStrip], share_sum = 0;
     for (int r = 0; r < strip_rows; ++r) {
       const int i = r * kStrips + s;

@@ -66,8 +66,7 @@ class BackwardWorker : Walk<C> {
       begin(b, g, tile);
       // Farthest nodes first: they are the cheapest to skip. Z is known, so the order of visits is free.
       Base::start(false);
-      Base::descend([](const Node<C>&) { return false; }, [&](const Node<C>& node) { return Base::charge(account_, node); },
-                    [&](const Node<C>& node) { visit(node); });
+      Base::spend(account_, [&](const Node<C>& node) { visit(node); });
       finish();
     }
   }
@@ -155,7 +154,8 @@ class BackwardWorker : Walk<C> {
       return false;
     // Without a gradient of the output no value has a part in dS, NaN included.
     if (shared_->scores_wanted && shared_->back.grad_out)
-      Base::product(grad_row(s * kStrip), shared_->value_width, value_cache_.panels(tile), call_->V, s, ds_row(s * kStrip));
+      Base::product(grad_row(s * kStrip), shared_->value_width, value_cache_.panels(tile), call_->V, s,
+                    ds_row(s * kStrip));
     else
       std::memset(ds_row(s * kStrip), 0, sizeof(C) * kTile * std::size_t(strip_rows));
     clear_outside(s, begin, end);
@@ -269,7 +269,8 @@ class BackwardWorker : Walk<C> {
         reach = {lesser(reach.first, range_[s].first), greater(reach.last, range_[s].last)};
       reach.last = lesser(reach.last, keys_.count);
       const int first_row = from * kStrip, count = lesser(s * kStrip, rows_.rows) - first_row;
-      if (value && shared_->back.grad_out) transposed(p_row(first_row), grad_row(first_row), shared_->value_width, count, reach, value);
+      if (value && shared_->back.grad_out)
+        transposed(p_row(first_row), grad_row(first_row), shared_->value_width, count, reach, value);
       if (key) transposed(ds_row(first_row), query_row(first_row), shared_->key_width, count, reach, key);
     }
   }

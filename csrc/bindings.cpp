@@ -72,7 +72,8 @@ dlpack::Tensor view(nb::handle tensor) {
   dlpack::Tensor seen;
   if (table->view(tensor.ptr(), &seen) != 0) throw nb::python_error();
   // An empty tensor has no address, yet it is there.
-  seen.data = seen.data ? static_cast<char*>(seen.data) + seen.byte_offset : reinterpret_cast<void*>(std::uintptr_t(64));
+  char* start = seen.data ? static_cast<char*>(seen.data) : reinterpret_cast<char*>(std::uintptr_t(64));
+  seen.data = start + seen.byte_offset;
   return seen;
 }
 
@@ -100,7 +101,9 @@ void read(nb::handle from, const char* name, dlpack::DType dtype, int dims, cons
 constexpr dlpack::DType integers{dlpack::integer, 64, 1}, booleans{dlpack::boolean, 8, 1};
 
 // The accumulating dtype.
-dlpack::DType sums_of(const Call& call) { return {dlpack::floating, std::uint8_t(call.dtype == DType::f64 ? 64 : 32), 1}; }
+dlpack::DType sums_of(const Call& call) {
+  return {dlpack::floating, std::uint8_t(call.dtype == DType::f64 ? 64 : 32), 1};
+}
 
 DType dtype_of(const dlpack::DType& dtype) {
   if (dtype.code == dlpack::bfloat) return DType::bf16;

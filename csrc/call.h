@@ -106,8 +106,7 @@ struct Kernels {
   void (*backward)(const Call&, const BackwardCall&);
 };
 
-// The widest that the processor supports, and those of that name, or null if it was not built or the processor lacks its
-// instructions.
+// The widest that the processor supports; those of that name, or null where not built or not supported.
 const Kernels& best_kernels();
 const Kernels* find_kernels(const char* name);
 

@@ -58,7 +58,8 @@ template <class C, int R = 1, class Ahead>
 inline void direct_dots(const C* query, int64_t query_row, int rows, const C* keys, int64_t key_row, int count,
                         int64_t D, C* scores, int64_t score_row, const Ahead& ahead) {
   if constexpr (R < kStrip)
-    if (rows > R) return direct_dots<C, R + 1>(query, query_row, rows, keys, key_row, count, D, scores, score_row, ahead);
+    if (rows > R)
+      return direct_dots<C, R + 1>(query, query_row, rows, keys, key_row, count, D, scores, score_row, ahead);
   direct_rows<C, R>(query, query_row, keys, key_row, count, D, scores, score_row, ahead);
 }
 

@@ -38,8 +38,8 @@ class ForwardWorker : Walk<C> {
     finish(unit);
   }
 
-  // The same in three steps, where there are fewer row tiles than threads: the nearest tiles and the plan; parts of what
-  // is left, each with an account of its own; their sum. Every account keeps its promise, so the sum does.
+  // The same in three steps, where there are fewer row tiles than threads: the nearest tiles and the plan; parts of
+  // what is left, each with an account of its own; their sum. Every account keeps its promise, so the sum does.
   void run_plan(int64_t unit, Partial<C>& partial, Node<C>* survivors, int64_t* count) {
     begin(unit);
     plan();
@@ -88,8 +88,7 @@ class ForwardWorker : Walk<C> {
       visit(node);
     });
     frontier_.reverse();
-    Base::descend([](const Node<C>&) { return false; }, [&](const Node<C>& node) { return Base::charge(ledger_, node); },
-                  [&](const Node<C>& node) { survivors_[survived_++] = node; });
+    Base::spend(ledger_, [&](const Node<C>& node) { survivors_[survived_++] = node; });
   }
 
   // Nearest first. Each visit adds weight, which may pay for the farthest of them.
@@ -111,8 +110,8 @@ class ForwardWorker : Walk<C> {
 
   void visit(const Node<C>& node) {
     Base::begin_keys(Base::span_of(0, node.index), node.index);
-    no_rescale_ = 0;
-    if (shared_->bounds.norms() && room_ == 1) no_rescale_ = ledger_.no_rescale(shared_->bounds.rho(rows_.b, rows_.g, node.index));
+    const bool judged = shared_->bounds.norms() && room_ == 1;
+    no_rescale_ = judged ? ledger_.no_rescale(shared_->bounds.rho(rows_.b, rows_.g, node.index)) : 0;
     trim(node);
     uint32_t active = 0;
     for (int s = 0; s < rows_.strips; ++s)
@@ -223,7 +222,7 @@ class ForwardWorker : Walk<C> {
     ledger_.row_sum[r * kStrips + s] += sum_lanes<C>(sum);
   }
 
-  // Raises the row maxima of a strip to its peaks and rescales what was summed before. base: what scores are relative to.
+  // Raises the row maxima of a strip to its peaks, rescales what was summed before. base: what scores are relative to.
   void rescale_strip(int s, const C* peak, C* base) {
     constexpr int width = kLanes<C> > 8 ? kLanes<C> : 8;
     C shrink[width] = {};
@@ -331,7 +330,7 @@ class ForwardWorker : Walk<C> {
   }
 
   // log(row_sum) + row_max in two numbers, the first of which is the sum, rounded. In double, and for double with the
-  // rounding of the sum itself (Knuth's TwoSum), so that backward finds the weights that forward had, however large lse.
+  // rounding of the sum itself (Knuth's TwoSum), so that backward finds the weights that forward had.
   void write_lse(int64_t index, C row_max, C row_sum) const {
     const double a = double(row_max), b = std::log(double(row_sum)), sum = a + b, of_b = sum - a;
     const C lse = C(sum), low = C((sum - double(lse)) + ((a - (sum - of_b)) + (b - of_b)));

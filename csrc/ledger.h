@@ -117,8 +117,8 @@ class Bounds {
   Buffer<C> norms_, gamma_;
 };
 
-// What judging reads of the rows of a tile, in forward and backward. Row r of strip s lies at [r * kStrips + s]: a vector
-// holds one row of several strips, and all strips of a tile are judged together.
+// What judging reads of the rows of a tile, in forward and backward. Row r of strip s lies at [r * kStrips + s]: a
+// vector holds one row of several strips, and all strips of a tile are judged together.
 template <class C>
 struct JudgedRows {
   static constexpr int N = kStrip * kStrips;
@@ -263,11 +263,11 @@ struct Ledger : JudgedRows<C>, RunningSums<C> {
     return skip;
   }
 
-  // Strips whose scores against keys of norm `rho` exceed no row's maximum by more than exp can take in its stride: they
-  // need not be rescaled. Rows without a maximum yet are not among them.
+  // Strips whose scores against keys of norm `rho` exceed no row's maximum by more than exp can take in its stride:
+  // they need not be rescaled. Rows without a maximum yet are not among them.
   uint32_t no_rescale(C rho) const {
-    // Less than e^20 would make strips of ordinary keys look for a new maximum. Sums of values from 1e26 on may overflow
-    // and are then done again, see ForwardWorker::redo.
+    // Less than e^20 would make strips of ordinary keys look for a new maximum. Sums of values from 1e26 on may
+    // overflow and are then done again, see ForwardWorker::redo.
     constexpr C most = 20;
     return Base::strips_where([&](int i) __attribute__((always_inline)) -> Mask<C> {
       return this->limit(i, rho) - load<C>(row_max + i) <= most;

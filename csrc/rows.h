@@ -60,7 +60,8 @@ struct RowTile {
   void fill(const Call& call, const Tiling& tiling, int64_t item, int64_t kv, int64_t tile) {
     b = item, g = kv, rows = 0;
     const int64_t group = call.group(), tiles = tiling.whole ? 1 : tiling.tiles_per_unit / group;  // of its heads
-    const int64_t head_first = tile / tiles * tiling.heads_per_tile, query_first = tile % tiles * tiling.queries_per_tile;
+    const int64_t head_first = tile / tiles * tiling.heads_per_tile;
+    const int64_t query_first = tile % tiles * tiling.queries_per_tile;
     const int64_t head_last = lesser(head_first + tiling.heads_per_tile, group);
     const int64_t query_last = lesser(query_first + tiling.queries_per_tile, call.T);
     for (int64_t h = head_first; h < head_last; ++h)

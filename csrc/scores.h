@@ -2,8 +2,8 @@
 // Scores of one row tile against one key tile, as both passes need them: dot products, cap, bias and visibility.
 //
 // A hidden pair gets exactly -inf. The bias is slope * distance as one product of the exact distance, fused with the
-// subtraction; never a base plus a ramp, which cancels on steep heads. Backward must form every score as forward did, to
-// the last bit: one that rounds otherwise no longer fits the saved lse.
+// subtraction; never a base plus a ramp, which cancels on steep heads. Backward must form every score as forward did,
+// to the last bit: one that rounds otherwise no longer fits the saved lse.
 #pragma once
 
 #include "direct.h"
@@ -274,8 +274,8 @@ class Scores {
     scores_.reset(rows * kTile, true);
     spare_.reset(kTile * greater(shared.key_width, shared.value_width));
     // Keys that only dot products read need no padding, so that more of them are used in place.
-    const bool padded = key_packings & as_panels;
-    key_cache_.reset(shared.codec, call_->key, call_->S, call_->D, padded ? shared.key_width : call_->D, slots, key_packings);
+    const int64_t key_row = key_packings & as_panels ? shared.key_width : call_->D;
+    key_cache_.reset(shared.codec, call_->key, call_->S, call_->D, key_row, slots, key_packings);
     value_cache_.reset(shared.codec, call_->value, call_->S, call_->V, shared.value_width, slots, value_packings);
   }
 
@@ -372,8 +372,9 @@ class Scores {
         scores.seen_.everywhere = true;
         return {false, false};
       }
-      scores.keys_.prepare(*scores.call_, scores.rows_.b);
-      return fill_pairs(*scores.call_, scores.rows_, scores.keys_, s, scores.strip_seen_, scores.masked_, scores.pairs_);
+      const Call& call = *scores.call_;
+      scores.keys_.prepare(call, scores.rows_.b);
+      return fill_pairs(call, scores.rows_, scores.keys_, s, scores.strip_seen_, scores.masked_, scores.pairs_);
     }
 
     // The scores of row r: from the dot products of vector j; `slope`, where given, receives the cap's derivative.

@@ -52,7 +52,7 @@ class TileCache {
     return packed;
   }
 
-  // Asks for rows [first, last) of the tile, which are read panel by panel, a pattern that the hardware does not foresee.
+  // Asks for rows [first, last) of the tile, which are read panel by panel, a pattern the hardware does not foresee.
   // Always inline: gcc takes a function that only prefetches for one without effect and drops its calls.
   LINBIAS_INLINE void prefetch(int64_t tile, int first, int last) const {
     if (source_.step != 1) return;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which keys a query sees: the rule pair by pair, and what summaries prove of it for a block of pairs or a run of keys, so
-// that only what a mask really cuts is evaluated pair by pair. Examiner (scores.h) is the rule by vector, for the hot
+// Which keys a query sees: the rule pair by pair, and what summaries prove of it for a block of pairs or a run of keys,
+// so that only what a mask really cuts is evaluated pair by pair. Examiner (scores.h) is the rule by vector, for the hot
 // path; csrc/tests/units.cpp holds them all against `pair_visible`.
 #pragma once
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a row tile walks the key tree: which node comes next, what the account proves negligible, which tiles are visited.
+// How a row tile walks the key tree: which node comes next, what the account proves negligible, which is visited.
 #pragma once
 
 #include <algorithm>
@@ -92,8 +92,8 @@ class Walk : protected Scores<C> {
     expand(roots, 0, shared_->tree.count(roots), all_strips());
   }
 
-  // Takes node after node until `done(next)`: the strips in `judge(node)` need not see it; what is left of a tile goes to
-  // `take`, what is left of a superblock to its children.
+  // Takes node after node until `done(next)`: the strips in `judge(node)` need not see it; what is left of a tile goes
+  // to `take`, what is left of a superblock to its children.
   template <class Done, class Judge, class Take>
   void descend(const Done& done, const Judge& judge, const Take& take) {
     while (!frontier_.empty() && !done(frontier_.peek())) {
@@ -114,6 +114,12 @@ class Walk : protected Scores<C> {
     if (!account.judging) return 0;
     const C rho = shared_->bounds.rho(rows_.b, rows_.g, shared_->tree.node(node.level, node.index));
     return account.judge(rows_, span_of(node.level, node.index), node, rho);
+  }
+
+  // All nodes that are left, less what the account can be charged for.
+  template <class Account, class Take>
+  void spend(Account& account, const Take& take) {
+    descend([](const Node<C>&) { return false; }, [&](const Node<C>& node) { return charge(account, node); }, take);
   }
 
   Frontier<C> frontier_;

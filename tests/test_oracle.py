@@ -19,15 +19,7 @@ from tests.judged import answers, assert_rounded, judged
 from tests.oracle import Call, attend, bias, philox4x32
 
 # What is known to be wrong today, by the name of the test. Strict: whoever mends one removes its line.
-KNOWN = {
-    r"half_subnormals.*-native": "AT1",
-    r"large_log_sum_exp.*native": "AT3",
-    r"do_not_overflow.native": "AT5",
-    r"is_shown.a cap-native": "AT6",
-    r"not_leak.(euclidean|manhattan)-key_positions-native": "AT7",
-    r"integers_allow.(9223372036854775807|11529215046068469760|18446744073709551615)-native": "AT9",
-    r"no_dimension.*-native": "AT10",
-}
+KNOWN: dict[str, str] = {}
 
 
 @pytest.fixture(autouse=True)

@@ -291,7 +291,7 @@ struct Rule {
     for (int64_t j = 0, r = 0; j < S; ++j) {
       alive[size_t(j)] = uint8_t(random.chance(masks & 1 ? .7 : .05) && j / 64 != 1), no_bias[size_t(j)] = uint8_t(j % 50 == 3);
       ranks[size_t(j)] = masks & 1 && !alive[size_t(j)] ? r : r++;
-      const int64_t listed[] = {j, random.between(-40, 40), 3 * (S - j), INT64_MAX - S + 1 + j, INT64_MIN + j, (j - 60) * (int64_t(1) << 53)};
+      const int64_t listed[] = {j, random.between(-40, 40), 3 * (S - j), INT64_MAX - S + 1 + j, INT64_MIN + j, (j - 60) * (int64_t(1) << 52)};
       key_place[size_t(j)] = listed[places];
       const int64_t parts[] = {0, j / 70, random.between(0, 2) * (int64_t(1) << 61), random.between(0, 1)};
       key_segment[size_t(j)] = parts[segments];
