@@ -205,9 +205,9 @@ def test_memory_is_linear_in_the_length(way: str):
         )
         return int(done.stdout)
 
-    short, long = peak(2048), peak(8192)
-    dense = 8 * 8192**2 * 4 / 1024
-    assert long < 5 * max(short, 8 * 1024), f"{short} KiB at 2,048 tokens, {long} KiB at 8,192"
+    short, long = peak(1024), peak(4096)
+    dense = 8 * 4096**2 * 4 / 1024
+    assert long < 5 * max(short, 8 * 1024), f"{short} KiB at 1,024 tokens, {long} KiB at 4,096"
     assert long < dense / 4
 
 
