@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from linbias import BackendUnavailable, alibi_attention, alibi_slopes, backends, key_bounds
 from linbias.cache import KVCache
-from linbias.prepare import Request, prepare
+from linbias.prepare import prepare
 from tests.caching import (
     STORAGES,
     assert_equals_full,
@@ -252,8 +252,7 @@ def test_autocast_converts_the_keys_and_does_without_their_bounds():
     with torch.autocast("cpu", torch.bfloat16):
         actual = cache.attend(query, alibi_slopes(6), backend="tiled")
         expected = alibi_attention(query, key, value, alibi_slopes(6), causal=True, backend="tiled")
-        request = Request(causal=True, key_bounds=key_bounds(key))
-        _, operands = prepare(query, key, value, alibi_slopes(6), request)
+        _, operands = prepare(query, key, value, alibi_slopes(6), {"causal": True, "key_bounds": key_bounds(key)})
     assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected)
     assert operands.bound_norms is None
 
