@@ -155,7 +155,7 @@ def test_tokens_that_do_not_fit_leave_the_cache_as_it_was(storage):
         cache.append(key, value, mask=torch.ones(6))
     with pytest.raises(TypeError, match="positions must be integers"):
         cache.append(key, value, positions=torch.ones(6))
-    with pytest.raises(ValueError, match="length must be at least 0"):
+    with pytest.raises(ValueError, match="length must be an int >= 0"):
         cache.crop(-1)
     with pytest.raises(ValueError, match=r"count must be an int or integers of shape \(2,\)"):
         cache.drop(torch.tensor([1]))
