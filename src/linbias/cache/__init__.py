@@ -53,7 +53,8 @@ class KVCache:
 
     Tokens are written in place into memory that grows by half when it is full. Sequences may differ in length: padding
     (``append(..., mask=...)``) is not kept, so each sequence occupies its own first ``lengths`` slots. Beside the keys
-    stands an upper bound of the key norms of each block, so that a step skips unread what no head can see.
+    stands an upper bound of the key norms of each block, so that a step skips unread what no head can see. Tokens see
+    what is there when they attend: of two at one position, appended one by one, only the later sees the other.
 
     With a window, tokens that neither the newest nor a later one can see are evicted, and their memory is used again.
     What "distance" then means is the user's choice. ``distance="text"``, the default, is the distance in the text: what
@@ -150,7 +151,7 @@ class KVCache:
         if self._storage is None:
             self._storage, self._layout = self._open(key, value), Layout(self._capacity, key.device)
         self._make_room(self._storage, tokens, real)
-        self._write(self._storage, key, value, real, positions)
+        self._layout.write(self._storage, key, value, real, positions)
 
     def _open(self, key: Tensor, value: Tensor) -> Storage:
         if self._page_size is not None:
@@ -182,22 +183,6 @@ class KVCache:
                     f"the cache has capacity={self._capacity} and holds {used} tokens, so {tokens} more, padding "
                     f"included, do not fit; crop it, or leave capacity out to let it grow"
                 )
-
-    def _write(
-        self, storage: Storage, key: Tensor, value: Tensor, real: Tensor | None, positions: Tensor | None
-    ) -> None:
-        layout, tokens = self._layout, key.shape[2]
-        if positions is not None and storage.positions is None:
-            storage.number()
-        if real is None and storage.positions is None and isinstance(layout.lengths, int):
-            storage.write(layout.lengths, key, value)
-            layout.add(tokens, tokens, None, self._capacity)
-            return
-        slots, order, count = layout.new_slots(tokens, real, key.device)
-        if positions is None and storage.positions is not None:
-            positions = token_positions(storage, layout, layout.last(key.device)) + 1 + order
-        storage.scatter(slots, real, key, value, positions)
-        layout.add(tokens, count, None if real is None else (slots, real), self._capacity)
 
     def _opened(self) -> Storage:
         if self._storage is None:
@@ -232,7 +217,9 @@ class KVCache:
         Raises:
             TypeError: an option that belongs to the cache, naming what to do instead, or that does not exist.
             RuntimeError: nothing was appended yet.
-            ValueError, BackendUnavailable: as `alibi_attention`.
+            ValueError: more rows than a window has left what they see: as a rule, those of the last append can be asked
+                for. On a device other than the CPU, where the lengths of sequences that differ are not read, such rows
+                are undefined. Else, and BackendUnavailable, as `alibi_attention`.
         """
         storage, layout = self._opened(), self._layout
         if check_tensor("query", query).dim() != 4:
@@ -274,7 +261,7 @@ class KVCache:
             ValueError: a negative number, or one so far back that what its window shows was evicted.
         """
         storage = self._opened()
-        self._layout.crop(check_counts("length", length, storage), self._left, self._capacity)
+        self._layout.crop(check_counts("length", length, storage), self._left)
         storage.forget(self._layout.lengths)
 
     def drop(self, count: int | Tensor) -> None:
@@ -291,7 +278,7 @@ class KVCache:
         storage = self._opened()
         counts = check_counts("count", count, storage)
         check_drop(counts, self._layout)
-        self._layout.crop(self._layout.seen - counts, self._left, self._capacity)
+        self._layout.crop(self._layout.seen - counts, self._left)
         storage.forget(self._layout.lengths)
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
@@ -303,10 +290,9 @@ class KVCache:
         Raises:
             TypeError, ValueError: not integers, or not B of them; `select` changes their number.
         """
-        storage = self._opened()
-        chosen = check_index("index", index, storage)
-        if len(chosen) != storage.sizes[0]:
-            raise ValueError(f"reorder needs {storage.sizes[0]} numbers, one a sequence, got {len(chosen)}; see select")
+        chosen = check_index("index", index, self._opened())
+        if len(chosen) != (batch := self._opened().sizes[0]):
+            raise ValueError(f"reorder needs {batch} numbers, one a sequence, got {len(chosen)}; see select")
         self.select(chosen)
 
     def select(self, index: Tensor | Sequence[int]) -> None:

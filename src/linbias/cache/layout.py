@@ -43,8 +43,9 @@ class Layout:
     """
 
     def __init__(self, capacity: int | None = None, device: torch.device | None = None) -> None:
-        static = capacity is not None
-        self.lengths: Counts = torch.zeros(1, dtype=torch.int64, device=device) if static else 0
+        self.static = capacity is not None
+        """`end` is the capacity, and lengths live on the device."""
+        self.lengths: Counts = torch.zeros(1, dtype=torch.int64, device=device) if self.static else 0
         """Slots in use."""
         self.evicted: Counts = 0
         """Tokens dropped between the slots before `head` and those after."""
@@ -85,11 +86,23 @@ class Layout:
         behind = count[:, None] + (~real).cumsum(1) - 1
         return column(self.lengths) + torch.where(real, order, behind), order, count
 
-    def add(self, tokens: int, count: Counts, chunk: tuple[Tensor, Tensor] | None, capacity: int | None) -> None:
-        """T tokens were written, of which `count` stay."""
-        self.lengths = self.lengths + count
-        self.chunk = chunk
-        if capacity is None:
+    def write(
+        self, storage: Storage, key: Tensor, value: Tensor, real: Tensor | None, positions: Tensor | None
+    ) -> None:
+        """Put (B, G, T, .) behind what is there; room was made."""
+        tokens = key.shape[2]
+        if positions is not None and storage.positions is None:
+            storage.number()
+        if real is None and storage.positions is None and isinstance(self.lengths, int):
+            storage.write(self.lengths, key, value)
+            self.lengths, self.chunk = self.lengths + tokens, None
+        else:
+            slots, order, count = self.new_slots(tokens, real, key.device)
+            if positions is None and storage.positions is not None:
+                positions = token_positions(storage, self, self.last(key.device)) + 1 + order
+            storage.scatter(slots, real, key, value, positions)
+            self.lengths, self.chunk = self.lengths + count, None if real is None else (slots, real)
+        if not self.static:
             self.end += tokens
 
     def drop(self, lost: Counts, head: int, end: int) -> None:
@@ -140,7 +153,7 @@ class Layout:
         if all(readable(each) for each in counts):
             self.check_kept(rows, left, f"cannot attend from the last {count} tokens")
 
-    def crop(self, seen: Counts, left: int | None, capacity: int | None) -> None:
+    def crop(self, seen: Counts, left: int | None) -> None:
         """Keep the first `seen` tokens of each sequence's text."""
         self.check_kept(self.seen - seen + 1, left, f"cannot crop to {seen}")
         if isinstance(seen, int) and isinstance(self.lengths, int) and isinstance(self.evicted, int):
@@ -150,7 +163,7 @@ class Layout:
             device = next(each.device for each in (self.lengths, wanted) if isinstance(each, Tensor))
             both = [torch.as_tensor(each, device=device) for each in (self.lengths, wanted)]
             self.lengths = torch.minimum(*torch.broadcast_tensors(*both)).clamp_min(0)
-            if capacity is None and isinstance(seen, int):
+            if not self.static and isinstance(seen, int):
                 self.end = min(self.end, seen)
         self.chunk = None
 

@@ -69,6 +69,7 @@ class Slots:
         self.norms = unfilled(key, batch, heads, -(-room // block), dtype=accumulating_dtype(key.dtype)).zero_()
         self.positions: Tensor | None = None
         """Positions of the tokens, where they are not their places in the text."""
+        self._unknown: KeyBounds | None = None
         self._written = self._measured = 0
         """Slots that `write` filled, and those of them that `norms` account for; `scatter` leaves none unmeasured."""
 
@@ -126,11 +127,13 @@ class Slots:
         """
         blocks = -(-end // self.block)
         if rows == 1 and end < _LEAST_MEASURED and self._measured < self._written:
-            norms = self.norms.new_full((*self.sizes, blocks), torch.inf)
+            if self._unknown is None or self._unknown.norms.shape != (*self.sizes, blocks):
+                self._unknown = KeyBounds(self.norms.new_full((*self.sizes, blocks), torch.inf), self.block)
+            bounds = self._unknown
         else:
             self._measure()
-            norms = self.norms.narrow(2, 0, blocks)
-        return self.key.narrow(2, 0, end), self.value.narrow(2, 0, end), KeyBounds(norms, self.block)
+            bounds = KeyBounds(self.norms.narrow(2, 0, blocks), self.block)
+        return self.key.narrow(2, 0, end), self.value.narrow(2, 0, end), bounds
 
     def slots(self, end: int, skip: int = 0) -> Tensor:
         """(1, n): the slots that `read` gives."""
@@ -209,6 +212,7 @@ class Slots:
         """Move and convert; bounds of keys that were rounded to another dtype are computed anew."""
         changed = dtype is not None and dtype != self.key.dtype
         self.key, self.value = self.key.to(device, dtype), self.value.to(device, dtype)
+        self._unknown = None
         if changed:
             self._measured = self._written
         self.norms = key_bounds(self.key, self.block).norms if changed else self.norms.to(device)
