@@ -18,7 +18,6 @@ from ..semantics.checks import (
     check_tolerance,
     check_window,
     position_rows,
-    readable,
     slope_rows,
     token_rows,
 )
@@ -150,7 +149,7 @@ class KVCache:
             positions = position_rows("positions", positions, batch, tokens, None, key.dtype)
         if self._storage is None:
             self._storage, self._layout = self._open(key, value), Layout(self._capacity, key.device)
-        self._make_room(self._storage, tokens, real)
+        self._layout.make_room(self._storage, tokens, real, self._left, self._sinks)
         self._layout.write(self._storage, key, value, real, positions)
 
     def _open(self, key: Tensor, value: Tensor) -> Storage:
@@ -165,24 +164,6 @@ class KVCache:
         # A step reads the whole window, so moving it once in an eighth of its length is cheap, and so is the memory.
         limit = self._sinks + self._left + 1 + max(self._block, self._left // 8)
         return Slots(key, value, max(tokens, min(ahead, limit)), self._block, limit)
-
-    def _make_room(self, storage: Storage, tokens: int, real: Tensor | None) -> None:
-        layout = self._layout
-        if self._capacity is None:
-            if self._left is not None:
-                # What the newest token sees stays as well: a sequence may get nothing but padding, or be cropped to it.
-                # So does what each of T - 1 query rows before it sees.
-                kept = self._left + (1 if real is None else max(tokens - 1, 1))
-                layout.drop(*storage.evict(layout.end, layout.lengths, self._sinks, kept, tokens))
-            storage.reserve(layout.end, tokens, real)
-        elif readable(self.lengths):
-            # Elsewhere reading the lengths would wait for the device; there the write itself fails.
-            used = max(self.lengths.tolist(), default=0)
-            if used + tokens > self._capacity:
-                raise IndexError(
-                    f"the cache has capacity={self._capacity} and holds {used} tokens, so {tokens} more, padding "
-                    f"included, do not fit; crop it, or leave capacity out to let it grow"
-                )
 
     def _opened(self) -> Storage:
         if self._storage is None:

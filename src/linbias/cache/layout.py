@@ -86,6 +86,25 @@ class Layout:
         behind = count[:, None] + (~real).cumsum(1) - 1
         return column(self.lengths) + torch.where(real, order, behind), order, count
 
+    def make_room(self, storage: Storage, tokens: int, real: Tensor | None, left: int | None, sinks: int) -> None:
+        """Before `tokens` come, of which `real` (b, T) stay: evict what no window shows, and grow."""
+        if not self.static:
+            if left is not None:
+                # What the newest token sees stays as well: a sequence may get nothing but padding, or be cropped to it.
+                # So does what each of T - 1 query rows before it sees.
+                kept = left + (1 if real is None else max(tokens - 1, 1))
+                lost, self.head, self.end = storage.evict(self.end, self.lengths, sinks, kept, tokens)
+                self.lengths, self.evicted = self.lengths - lost, self.evicted + lost
+            storage.reserve(self.end, tokens, real)
+        elif isinstance(self.lengths, Tensor) and readable(self.lengths):
+            # Elsewhere reading the lengths would wait for the device; there the write itself fails.
+            used = max(self.lengths.tolist(), default=0)
+            if used + tokens > self.end:
+                raise IndexError(
+                    f"the cache has capacity={self.end} and holds {used} tokens, so {tokens} more, padding "
+                    f"included, do not fit; crop it, or leave capacity out to let it grow"
+                )
+
     def write(
         self, storage: Storage, key: Tensor, value: Tensor, real: Tensor | None, positions: Tensor | None
     ) -> None:
@@ -104,11 +123,6 @@ class Layout:
             self.lengths, self.chunk = self.lengths + count, None if real is None else (slots, real)
         if not self.static:
             self.end += tokens
-
-    def drop(self, lost: Counts, head: int, end: int) -> None:
-        """`lost` slots after the first `head` were evicted."""
-        self.lengths, self.evicted = self.lengths - lost, self.evicted + lost
-        self.head, self.end = head, end
 
     def last(self, device: torch.device) -> Tensor:
         """(b, 1): the slot of each sequence's newest token; -1 where there is none."""
