@@ -249,16 +249,12 @@ def check_counts(name: str, counts: int | Tensor, storage: Storage) -> Counts:
 def check_drop(counts: Counts, layout: Layout) -> None:
     """Whether every sequence has as many tokens; tensors are read where that is free."""
     if all(readable(each) for each in (counts, layout.seen) if isinstance(each, Tensor)):
-        missing = torch.as_tensor(counts - layout.seen)
-        if bool((missing > 0).any()):
+        given, there = torch.as_tensor(counts), torch.as_tensor(layout.seen)
+        if bool((given > there).any()):
             raise ValueError(
-                f"count must be at most the tokens that a sequence has had, got {counts} of "
-                f"{_told(layout.seen)}; crop(0) leaves none"
+                f"count must be at most the tokens that a sequence has had, got {given.tolist()} of {there.tolist()}; "
+                f"crop(0) leaves none"
             )
-
-
-def _told(counts: Counts) -> int | list[int]:
-    return counts.tolist() if isinstance(counts, Tensor) else counts
 
 
 def check_index(name: str, index: Tensor | Sequence[int], storage: Storage) -> Tensor:
