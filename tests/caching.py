@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from linbias import _pages, _slots, alibi_attention
-from linbias.cache import KVCache
+from linbias import alibi_attention
+from linbias.cache import KVCache, pages, storage
 from linbias.testing import assert_within_budget
 
 STORAGES = {
@@ -27,7 +27,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.inference_mode(False):
             return torch.full(shape, torch.nan if kind.is_floating_point else -(2**40), dtype=kind, device=like.device)
 
-    for module in (_slots, _pages):
+    for module in (storage, pages):
         monkeypatch.setattr(module, "unfilled", filled)
 
 

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from linbias import BackendUnavailable, alibi_attention, alibi_slopes, backends, key_bounds
 from linbias.cache import KVCache
-from linbias.prepare import Request, prepare
+from linbias.prepare import prepare
 from tests.caching import (
     STORAGES,
     assert_equals_full,
@@ -155,7 +155,7 @@ def test_tokens_that_do_not_fit_leave_the_cache_as_it_was(storage):
         cache.append(key, value, mask=torch.ones(6))
     with pytest.raises(TypeError, match="positions must be integers"):
         cache.append(key, value, positions=torch.ones(6))
-    with pytest.raises(ValueError, match="length must be at least 0"):
+    with pytest.raises(ValueError, match="length must be an int >= 0"):
         cache.crop(-1)
     with pytest.raises(ValueError, match=r"count must be an int or integers of shape \(2,\)"):
         cache.drop(torch.tensor([1]))
@@ -252,8 +252,7 @@ def test_autocast_converts_the_keys_and_does_without_their_bounds():
     with torch.autocast("cpu", torch.bfloat16):
         actual = cache.attend(query, alibi_slopes(6), backend="tiled")
         expected = alibi_attention(query, key, value, alibi_slopes(6), causal=True, backend="tiled")
-        request = Request(causal=True, key_bounds=key_bounds(key))
-        _, operands = prepare(query, key, value, alibi_slopes(6), request)
+        _, operands = prepare(query, key, value, alibi_slopes(6), {"causal": True, "key_bounds": key_bounds(key)})
     assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected)
     assert operands.bound_norms is None
 
@@ -313,3 +312,60 @@ def test_without_values_to_read(storage):
         cache.append(key[:, :, 12:], value[:, :, 12:])
         out = cache.attend(query[:, :, 12:], torch.ones(6))
     assert out.shape == (2, 6, 1, 5)
+
+
+def test_drop_takes_back_what_is_there_and_no_more(storage):
+    query, key, value = make(5)
+    cache = KVCache(**storage)
+    cache.append(key[:, :, :3], value[:, :, :3])
+    for count in (4, 99, torch.tensor([3, 4])):
+        with pytest.raises(ValueError, match="count must be at most the tokens that a sequence has had, got .* of "):
+            cache.drop(count)
+    with pytest.raises(ValueError, match=r"count must be at least 0 for each sequence, got \[1, -1\]"):
+        cache.drop(torch.tensor([1, -1]))
+    with pytest.raises(ValueError, match=r"length must be at least 0 for each sequence, got \[1, -1\]"):
+        cache.crop(torch.tensor([1, -1]))
+    for wrong in (True, -1, 1.5):
+        with pytest.raises(ValueError, match="count must be an int >= 0"):
+            cache.drop(wrong)
+    assert cache.lengths.tolist() == [3, 3]
+    cache.drop(torch.tensor([3, 0]))
+    assert cache.lengths.tolist() == [0, 3]
+    with pytest.raises(ValueError, match="count must be at most"):
+        cache.drop(1)
+    cache.append(key[:, :, 3:], value[:, :, 3:])
+    actual = cache.attend(query[:, :, 3:], alibi_slopes(6))
+    assert_equals_full(actual[1:], query[1:], key[1:], value[1:], alibi_slopes(6))
+
+
+def test_tokens_of_one_position_see_each_other_in_one_call_and_not_step_by_step():
+    """Positions 0, 0, 4 under causal: row 0 sees the later token of its own position only if that is there already."""
+    places, flat, ones = torch.tensor([0, 0, 4]), torch.zeros(1, 1, 3, 2), torch.eye(3)[None, None]
+    whole, steps = KVCache(), KVCache()
+    whole.append(flat, ones, positions=places)
+    together = whole.attend(flat, HALF)
+    rows = []
+    for n in range(3):
+        steps.append(flat[:, :, n : n + 1], ones[:, :, n : n + 1], positions=places[n : n + 1])
+        rows.append(steps.attend(flat[:, :, :1], HALF))
+    assert_weights(together[0, 0, 0], [0.5, 0.5, 0.0])
+    assert_weights(rows[0][0, 0, 0], [1.0, 0.0, 0.0])
+    assert_weights(together[0, 0, 2], [0.1065070, 0.1065070, 0.7869861])
+    torch.testing.assert_close(torch.cat(rows[1:], 2), together[:, :, 1:])
+
+
+def test_short_caches_measure_no_key_for_a_step_and_long_ones_do():
+    """Bounds that nobody measured are inf, which is never skipped; copies measure for themselves."""
+    query, key, value = make(700, batch=1)
+    cache = KVCache()
+    cache.append(key[:, :, :500], value[:, :, :500])
+    storage = cache._opened()
+    assert storage.read(500, 0, 1)[2].norms.isinf().all() and storage.read(500, 0, 2)[2].norms.isfinite().all()
+    cache.append(key[:, :, 500:510], value[:, :, 500:510])
+    twin = copy.deepcopy(cache)
+    assert storage.read(510, 0, 1)[2].norms.isinf().all()
+    for each in (cache, twin):
+        for n in range(510, 700):
+            each.append(key[:, :, n : n + 1], value[:, :, n : n + 1])
+        bounds = each._opened().read(700, 0, 1)[2]
+        torch.testing.assert_close(bounds.norms, key_bounds(key, 64).norms)

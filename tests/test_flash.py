@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linbias import alibi_attention, alibi_slopes, flash
+from linbias import alibi_attention, alibi_slopes, flash, merge
 from tests.flash_kernel import CALLS, assert_is_kernels, kernel, make
 
 # Name and default in order, read in flash-attn 2.8's flash_attn_interface.py; ... stands for none.
@@ -264,3 +264,49 @@ def test_arguments_of_varlen_are_named(words, arguments):
     with pytest.raises((TypeError, ValueError)) as caught:
         flash.flash_attn_varlen_func(**(given | {"max_seqlen_q": 4, "max_seqlen_k": 4} | arguments))
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("starts", "pages"),
+    [([1, 2, 6], False), ([0, 4, 2, 6], False), ([0, -1, 6], False), ([0, 2, 7], False), ([1, 2, 6], True)],
+)
+def test_boundaries_that_do_not_fit_are_named(starts, pages):
+    given, good = torch.tensor(starts), torch.tensor([0, *range(8 - len(starts), 7)])
+    keys = TOKENS[None].expand(4, -1, -1, -1) if pages else TOKENS
+    table = {"block_table": torch.arange(2)[:, None]} if pages else {}
+    for place, name in enumerate(("cu_seqlens_q", "cu_seqlens_k")):
+        ends = [good, good]
+        ends[place] = given
+        with pytest.raises(ValueError, match=f"{name} must start with 0, never fall"):
+            flash.flash_attn_varlen_func(TOKENS, keys, keys, *ends, 6, 6, **table)
+
+
+def test_pages_that_do_not_exist_are_named():
+    pools = TOKENS[None].expand(4, -1, -1, -1)
+    for wrong in (-1, 4):
+        with pytest.raises(ValueError, match="block_table must be from 0 to 3"):
+            table = torch.tensor([[0], [wrong]])
+            flash.flash_attn_varlen_func(TOKENS, pools, pools, ENDS, ENDS, 4, 4, block_table=table)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_states_of_disjoint_keys_merge_although_some_are_empty(packed):
+    """Windows that reach 2 keys back, and those further back: rows 0 to 2 see none of the second kind."""
+    q, k, v = make(7, 7)
+    whole = flash.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    near = flash.flash_attn_func(q, k, v, window_size=(2, 0), return_attn_probs=True)
+    far = flash.flash_attn_func(q, k[:, :4], v[:, :4], window_size=(-1, 0), return_attn_probs=True)
+    assert (far[1][..., :3] == torch.inf).all()
+    parts = (*near[:2], *far[:2])
+    wanted = whole[:2]
+    if packed:
+        parts, wanted = ([each[0] for each in some] for some in (parts, wanted))
+    merged = flash.merge_states(*parts)
+    for found, expected in zip(merged, wanted, strict=True):
+        torch.testing.assert_close(found, expected)
+    nothing = [torch.zeros_like(wanted[0]), torch.full_like(wanted[1], torch.inf)] * 2
+    out, lse = flash.merge_states(*nothing)
+    assert (out == 0).all() and (lse == torch.inf).all()
+    assert (
+        merge(*(t.transpose(-3, -2) if t is not parts[1] and t is not parts[3] else t for t in parts))[0].isnan().any()
+    )

@@ -171,3 +171,65 @@ def test_what_cannot_be_is_refused_by_name(name, error, arguments):
     with pytest.raises(error, match=name):
         flash.flash_attn_with_kvcache(**({"q": q, "k_cache": k, "v_cache": v} | arguments))
     assert torch.equal(k, kept)
+
+
+def written(**arguments) -> tuple[str, bool]:
+    """What the call says of two sequences of 2 new tokens each, and whether it left the caches alone."""
+    caches = [torch.ones(4, 8, 3, dim) for dim in (7, 5)]
+    kept = [cache.clone() for cache in caches]
+    new = torch.zeros(2, 2, 3, 7), torch.zeros(2, 2, 3, 5)
+    with pytest.raises(ValueError, match="must") as caught:
+        flash.flash_attn_with_kvcache(torch.ones(2, 1, 6, 7), *caches, *new, causal=True, **arguments)
+    return str(caught.value), all(torch.equal(*pair) for pair in zip(caches, kept, strict=True))
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("words", "places"),
+    [
+        ("cache_seqlens must be from 0 to 8, got [-1, 3]", {"cache_seqlens": [-1, 3]}),
+        ("cache_seqlens must be from 0 to 6, got [3, 7]: of 8 slots, 2 more do not fit", {"cache_seqlens": [3, 7]}),
+        ("cache_seqlens must be from 0 to 8, got [50, 3]", {"cache_seqlens": [50, 3]}),
+        ("cache_batch_idx must be from 0 to 3, got [0, -1]", {"cache_batch_idx": [0, -1]}),
+        ("cache_batch_idx must be from 0 to 3, got [4, 1]", {"cache_batch_idx": [4, 1]}),
+        ("cache_batch_idx must lead each new token to a slot of its own", {"cache_batch_idx": [2, 2]}),
+        ("cache_leftpad must be from 0 to [3, 3], got [4, 0]", {"cache_leftpad": [4, 0]}),
+        ("cache_leftpad must be from 0 to [3, 3], got [0, -1]", {"cache_leftpad": [0, -1]}),
+        ("block_table must be from 0 to 3, got [0, -1]", {"block_table": [[0], [-1]]}),
+        ("block_table must be from 0 to 3, got [0, 4]", {"block_table": [[0], [4]]}),
+        ("block_table must lead each new token to a slot of its own", {"block_table": [[2], [2]]}),
+    ],
+)
+def test_places_in_tensors_are_checked_as_ints_are_before_anything_is_written(words, places, kind):
+    given = {"cache_seqlens": [3, 3], **places}
+    said, untouched = written(**{name: torch.tensor(numbers, dtype=kind) for name, numbers in given.items()})
+    assert words in said and untouched
+
+
+def test_places_are_checked_where_nothing_is_written_too():
+    q, k, v = make(1, 8)
+    for places in ({"cache_seqlens": torch.tensor([50, 3])}, {"cache_leftpad": torch.tensor([0, 9])},
+                   {"cache_batch_idx": torch.tensor([0, 2])}, {"block_table": torch.tensor([[0], [2]])}):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{next(iter(places))} must be from 0 to"):
+            flash.flash_attn_with_kvcache(q, k, v, window_size=(2, 0), **places)
+
+
+def test_a_row_that_is_read_twice_and_table_entries_that_nobody_reads_are_legal():
+    q, k, v = make(1, 8)
+    twice = flash.flash_attn_with_kvcache(q, k, v, cache_batch_idx=torch.tensor([1, 1]))
+    assert torch.equal(twice[1:], flash.flash_attn_with_kvcache(q, k, v)[1:])
+    table = torch.tensor([[1, -1], [0, 99]])
+    paged = flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.tensor([8, 5]), block_table=table)
+    for n, (page, length) in enumerate(((1, 8), (0, 5))):
+        alone = flash.flash_attn_with_kvcache(
+            q[n : n + 1], k[page : page + 1], v[page : page + 1], cache_seqlens=length
+        )
+        torch.testing.assert_close(paged[n : n + 1], alone)
+
+
+def test_a_query_of_another_dtype_is_refused_before_anything_is_written():
+    q, k, v = make(1, 8)
+    kept = k.clone()
+    with pytest.raises(TypeError, match="key must have the query's dtype"):
+        flash.flash_attn_with_kvcache(q.double(), k, v, k[:, :1] + 1, v[:, :1], cache_seqlens=3)
+    assert torch.equal(k, kept)

@@ -30,7 +30,7 @@ LAYERS = (
     {"semantics", "_native"},
     {"prepare", "backends", "ops"},
     {"attention", "varlen", "cache"},
-    {"flash", "_flash_checks", "interop", "nn", "hf", "testing"},
+    {"flash", "interop", "nn", "hf", "testing"},
     {"__init__"},
     {"lab"},
     {"cli"},

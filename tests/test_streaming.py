@@ -252,3 +252,61 @@ def test_after_a_crop_the_newest_token_sees_its_whole_window(storage):
         text = [tensor[:, :, :length] for tensor in (query, key, value)]
         out = cache.attend(text[0][:, :, -1:], alibi_slopes(6))
         assert_equals_full(out, *text, alibi_slopes(6), window=(5, 0), sinks=2)
+
+
+def assert_rows_right_or_refused(cache: KVCache, query: Tensor, key: Tensor, value: Tensor, most: int) -> int:
+    """How many of the newest rows can be asked for; those are right, and more are refused."""
+    for rows in range(1, most + 1):
+        try:
+            out = cache.attend(query[:, :, query.shape[2] - rows :], alibi_slopes(6))
+        except ValueError as refused:
+            assert f"cannot attend from the last {rows} tokens: tokens 2 to" in str(refused)
+            assert "were evicted already" in str(refused)
+            return rows - 1
+        assert_equals_full(out, query, key, value, alibi_slopes(6), window=(8, 0), sinks=2)
+    return most
+
+
+@pytest.mark.parametrize("storage", [{"block": 3}, {"page_size": 2}], ids=str)
+def test_rows_whose_window_was_evicted_are_refused_and_the_others_right(storage):
+    """Step by step, after a drop, and after an append of nothing but padding."""
+    query, key, value = make(60)
+    cache = KVCache(window=(8, 0), sinks=2, **storage)
+    for n in range(60):
+        cache.append(key[:, :, n : n + 1], value[:, :, n : n + 1])
+    found = assert_rows_right_or_refused(cache, query, key, value, 60)
+    assert 1 <= found < 60
+    with pytest.raises(ValueError, match="tokens 2 to [0-9]+ were evicted already"):
+        cache.attend(query, alibi_slopes(6))
+    for _ in range(2):
+        none = torch.zeros(2, 3, dtype=torch.bool)
+        cache.append(key[:, :, :3], value[:, :, :3], mask=none)
+        assert 1 <= assert_rows_right_or_refused(cache, query, key, value, 2) <= 2
+    cache.append(key[:, :, :6], value[:, :, :6])
+    cache.drop(6)
+    assert 1 <= assert_rows_right_or_refused(cache, query, key, value, 60) < 60
+
+
+def test_rows_are_refused_by_the_sequence_that_lost_what_they_see():
+    """The first sequence is young and has lost nothing; later keys that the window shows do not matter."""
+    query, key, value = make(60)
+    cache = KVCache(window=(8, None), sinks=2, block=4)
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    mask[0] = False
+    for start in range(0, 60, 20):
+        part = slice(start, start + 20)
+        cache.append(key[:, :, part], value[:, :, part], mask=mask if start < 40 else None)
+    assert cache.attend(query[:, :, -20:], alibi_slopes(6)).isfinite().all()
+    with pytest.raises(ValueError, match="cannot attend from the last 60 tokens"):
+        cache.attend(query, alibi_slopes(6))
+
+
+def test_taking_back_more_than_there_is_is_an_error(storage):
+    query, key, value = make(40)
+    cache = KVCache(window=(5, 0), sinks=2, **storage)
+    run(cache, query, key, value, alibi_slopes(6), steps=(30, 10))
+    with pytest.raises(ValueError, match="count must be at most the tokens that a sequence has had, got 41 of 40"):
+        cache.drop(41)
+    with pytest.raises(ValueError, match="were evicted already"):
+        cache.drop(40)
+    assert cache.seen.tolist() == [40, 40]

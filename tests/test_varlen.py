@@ -223,3 +223,27 @@ def test_a_query_without_keys_never_leaks(backend: str, per_sequence: bool):
     assert (out[0] == 0).all() and out.isfinite().all()
     for leaf in leaves:
         assert leaf.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("slopes", [(2,), (3, 2)], ids=str)
+@pytest.mark.parametrize("ends", [[3, 5, 6, 8], [0, 5, 4, 8], [0, -1, 4, 8], [0, 2, 4, 20]], ids=str)
+def test_boundaries_that_do_not_fit_are_refused_by_name(slopes, ends):
+    tokens, good, wrong = torch.zeros(8, 2, 4), torch.tensor([0, 2, 4, 8]), torch.tensor(ends, dtype=torch.int32)
+    for name, given in (("cu_seqlens_q", (wrong, good)), ("cu_seqlens_k", (good, wrong))):
+        with pytest.raises(ValueError, match=f"{name} must start with 0, never fall, and end at the 8 tokens"):
+            alibi_attention_varlen(tokens, tokens, tokens, torch.ones(slopes), *given, 8, 8, causal=True)
+
+
+@every_backend
+@pytest.mark.parametrize("sequences", [0, 1, 2])
+def test_sequences_without_queries_give_rows_of_zero(backend, sequences):
+    """AT11: slopes by sequence, and every row is beyond the last boundary."""
+    query, key = torch.randn(3, 2, 4, requires_grad=True), torch.randn(5, 2, 4)
+    ends = torch.zeros(sequences + 1, dtype=torch.int32), torch.linspace(0, 4 if sequences else 0, sequences + 1).int()
+    slopes = torch.rand(sequences, 2)
+    out, aux = alibi_attention_varlen(
+        query, key, key, slopes, *ends, 0, 4, causal=True, backend=backend, return_aux=True
+    )
+    assert out.shape == (3, 2, 4) and (out == 0).all() and (aux.lse == -math.inf).all() and (aux.skipped == 0).all()
+    out.sum().backward()
+    assert (query.grad == 0).all()

@@ -6,8 +6,8 @@ door. Callers inside that already know where their tokens stand (a cache, packed
 `resolve`.
 """
 
-from collections.abc import Iterable
-from typing import Required, TypedDict
+from collections.abc import Callable, Iterable
+from typing import Any, Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -136,13 +136,11 @@ def resolve(
     """
     query, keys = inputs[0], tokens[1]
     batch, heads, _, head_dim = query.shape
-    numbers = resolve_options(options, head_dim, query.dtype)
+    numbers = resolve_options(options, head_dim, query.dtype, bounds)
     dtype = accumulating_dtype(query.dtype)
     mask, future, rank = options.get("attn_mask"), options.get("future_slopes"), keys.rank
     if rank is None and (numbers.sinks > 0 or numbers.prefix > 0):
         rank = key_ranks(keys.length, keys.real, keys.segment, keys.device)
-    if bounds is not None:
-        numbers = numbers._replace(bounds_block=bounds.block)
     operands = Operands(
         *inputs,
         slope_rows("slopes", slopes, batch, heads, dtype, query),
@@ -196,7 +194,8 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
     if query.dtype not in _FLOATING:
         raise TypeError(f"query must be float16, bfloat16, float32 or float64, got {query.dtype}")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_dense(name, tensor)
+        if tensor.layout is not torch.strided:
+            check_dense(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name} must have 4 dimensions (batch, heads, tokens, head dim), got shape {tuple(tensor.shape)}"
@@ -224,21 +223,31 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def resolve_options(options: AttentionOptions, head_dim: int, dtype: torch.dtype) -> Options:
-    """The numbers of a call with inputs of `dtype`, checked, defaults resolved."""
-    left, right = check_window(options.get("window"))
-    return Options(
-        causal=check_flag("causal", options["causal"]),
-        left=left,
-        right=right,
-        sinks=check_count("sinks", options.get("sinks", 0)),
-        prefix=check_count("prefix", options.get("prefix", 0)),
-        metric=check_metric(options.get("metric")),
-        scale=check_scale("scale", options.get("scale"), default_scale(head_dim)),
-        softcap=check_softcap(options.get("softcap")),
-        dropout_p=check_share("dropout_p", options.get("dropout_p", 0.0)),
-        tolerance=check_tolerance(options.get("tolerance"), default_tolerance(dtype)),
-    )
+def resolve_options(
+    options: AttentionOptions, head_dim: int, dtype: torch.dtype, bounds: KeyBounds | None = None
+) -> Options:
+    """The numbers of a call with inputs of `dtype`, checked, defaults resolved; only what is given costs time."""
+    left = right = None
+    numbers: dict[str, Any] = {"scale": default_scale(head_dim), "tolerance": default_tolerance(dtype)}
+    for name, value in options.items():
+        if name == "window":
+            left, right = check_window(value)
+        elif (check := _NUMBERS.get(name)) is not None:
+            numbers[name] = check(name, value, numbers.get(name))
+    return Options(left=left, right=right, bounds_block=0 if bounds is None else bounds.block, **numbers)
+
+
+_NUMBERS: dict[str, Callable[[str, Any, Any], Any]] = {
+    "causal": lambda name, value, _: check_flag(name, value),
+    "sinks": lambda name, value, _: check_count(name, value),
+    "prefix": lambda name, value, _: check_count(name, value),
+    "metric": lambda _, value, __: check_metric(value),
+    "scale": check_scale,
+    "softcap": lambda _, value, __: check_softcap(value),
+    "dropout_p": lambda name, value, _: check_share(name, value),
+    "tolerance": lambda _, value, default: check_tolerance(value, default),
+}
+"""How each number is checked: by its name, what was given and the default."""
 
 
 def _refuse_order(given: AttentionOptions, metric: str) -> None:

@@ -46,7 +46,9 @@ def alibi_attention_varlen(  # noqa: PLR0913  (the public operations are exempt)
         key: (total_k, G, D).
         value: (total_k, G, V).
         slopes: (H,), (1, H), or (N, H): one row a sequence, which pads the sequences to the longest.
-        cu_seqlens_q, cu_seqlens_k: (N + 1,) int32 or int64, from 0 upward, on the query's device. Not read on the host.
+        cu_seqlens_q, cu_seqlens_k: (N + 1,) int32 or int64, on the query's device: from 0, never falling, ending at the
+            number of tokens or before. Compared on the CPU; elsewhere, and in traced code, they are not read on the
+            host, and what others mean is undefined.
         max_seqlen_q, max_seqlen_k: the longest sequence, or more; used only where sequences must be padded. Too small a
             number raises on the CPU; elsewhere, and in traced code, it is not compared and the result is undefined.
         causal, window, sinks, prefix, future_slopes, unbiased, scale, softcap, tolerance, backend, return_aux: as for
@@ -76,31 +78,43 @@ def alibi_attention_varlen(  # noqa: PLR0913  (the public operations are exempt)
     places = options.get("query_positions"), options.get("key_positions")
     if (places[0] is None) != (places[1] is None):
         raise ValueError("query_positions and key_positions must be given together in a varlen call")
-    sequences = _Sequences.of(query, key, cu_seqlens_q, cu_seqlens_k)
-    queries, keys = sequences.tokens(check_count("unbiased", options.get("unbiased", 0)))
-    if places[0] is not None and places[1] is not None:
-        queries = queries._replace(position=_places("query_positions", places[0], query))
-        keys = keys._replace(position=_places("key_positions", places[1], key))
-    if (key_mask := options.get("key_mask")) is not None:
-        keys = keys._replace(real=token_rows("key_mask", key_mask, 1, key.shape[0], (torch.bool,), query))
     inputs = autocast(*(tokens.transpose(0, 1).unsqueeze(0) for tokens in (query, key, value)))
     check_inputs(*inputs)
-    rows = {"slopes": slopes, "future_slopes": options.get("future_slopes")}
-    if all(given is None or check_tensor(name, given).dim() == 1 or len(given) == 1 for name, given in rows.items()):
-        result = run(*resolve(inputs, slopes, options, (queries, keys)), backend)
-    else:
-        call = _Padded(sequences, max_seqlen_q, max_seqlen_k)
-        result = run(*resolve(call.inputs(*inputs), slopes, options, call.tokens(queries, keys)), backend)
-        result = call.restore(result)
+    sequences = Sequences.of(query, key, cu_seqlens_q, cu_seqlens_k)
+    result = run_packed(inputs, slopes, options, sequences, (max_seqlen_q, max_seqlen_k), backend)
     aux = Aux.of(result)
     out = result.out.squeeze(0).transpose(0, 1)
     flat = Aux(lse=aux.lse.squeeze(0), skipped=aux.skipped.squeeze(0), computed=aux.computed)
     return (out, flat) if return_aux else out
 
 
+def run_packed(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    slopes: Tensor,
+    options: AttentionOptions,
+    sequences: "Sequences",
+    longest: tuple[int, int],
+    backend: str,
+) -> Result:
+    """The packed call of (1, heads, total, dim) inputs; they, the boundaries and `longest` (T, S) were checked."""
+    query, key, _ = inputs
+    queries, keys = sequences.tokens(check_count("unbiased", options.get("unbiased", 0)))
+    places = options.get("query_positions"), options.get("key_positions")
+    if places[0] is not None and places[1] is not None:
+        queries = queries._replace(position=_places("query_positions", places[0], query))
+        keys = keys._replace(position=_places("key_positions", places[1], key))
+    if (key_mask := options.get("key_mask")) is not None:
+        keys = keys._replace(real=token_rows("key_mask", key_mask, 1, key.shape[2], (torch.bool,), query))
+    rows = {"slopes": slopes, "future_slopes": options.get("future_slopes")}
+    if all(given is None or check_tensor(name, given).dim() == 1 or len(given) == 1 for name, given in rows.items()):
+        return run(*resolve(inputs, slopes, options, (queries, keys)), backend)
+    call = _Padded(sequences, *longest)
+    return call.restore(run(*resolve(call.inputs(*inputs), slopes, options, call.tokens(queries, keys)), backend))
+
+
 def _places(name: str, positions: Tensor, tokens: Tensor) -> Tensor:
     """(1, total) int64."""
-    return position_rows(name, check_tensor(name, positions, tokens), 1, tokens.shape[0], None, torch.int64)
+    return position_rows(name, check_tensor(name, positions, tokens), 1, tokens.shape[2], None, torch.int64)
 
 
 def _check_layout(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
@@ -110,12 +124,23 @@ def _check_layout(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tenso
                 f"{name} must have 3 dimensions (total tokens, heads, head dim) in a varlen call, "
                 f"got shape {tuple(tensor.shape)}"
             )
-    for name, bounds in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+    check_boundaries(query, key.shape[0], cu_seqlens_q, cu_seqlens_k)
+
+
+def check_boundaries(query: Tensor, keys: int | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    """Whether these bound sequences of the query's tokens and of `keys`, None: any; read where that is free."""
+    for name, bounds, tokens in (("cu_seqlens_q", cu_seqlens_q, query.shape[0]), ("cu_seqlens_k", cu_seqlens_k, keys)):
         check_tensor(name, bounds, query)
         if bounds.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name} must be int32 or int64, got {bounds.dtype}")
         if bounds.dim() != 1 or bounds.shape[0] == 0:
             raise ValueError(f"{name} must have shape (sequences + 1,) and start with 0, got {tuple(bounds.shape)}")
+        if readable(bounds):
+            first, last = int(bounds[0]), int(bounds[-1])
+            fits = tokens is None or last <= tokens
+            if first != 0 or not fits or bool((bounds.diff() < 0).any()):
+                end = "" if tokens is None else f", and end at the {tokens} tokens or before"
+                raise ValueError(f"{name} must start with 0, never fall{end}, got {bounds.tolist()}")
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             f"cu_seqlens_q and cu_seqlens_k must bound the same sequences, got {cu_seqlens_q.shape[0] - 1} and "
@@ -124,7 +149,7 @@ def _check_layout(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tenso
 
 
 @dataclass(frozen=True)
-class _Sequences:
+class Sequences:
     """Per token: its sequence and its place in it. All on the device."""
 
     query_starts: Tensor
@@ -141,14 +166,15 @@ class _Sequences:
     """(total_k,): from 0 in each sequence."""
 
     @staticmethod
-    def of(query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> "_Sequences":
+    def of(query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> "Sequences":
+        """From the tokens laid end to end and their boundaries."""
         query_starts, key_starts = cu_seqlens_q.long(), cu_seqlens_k.long()
         query_index = torch.arange(query.shape[0], device=query.device)
         key_index = torch.arange(key.shape[0], device=query.device)
         query_numbers = torch.bucketize(query_index, query_starts[1:], right=True)
         key_numbers = torch.bucketize(key_index, key_starts[1:], right=True)
         ends_apart = torch.nn.functional.pad(key_starts.diff() - query_starts.diff(), (0, 1))
-        return _Sequences(
+        return Sequences(
             query_starts=query_starts,
             key_starts=key_starts,
             query_numbers=query_numbers,
@@ -170,7 +196,7 @@ class _Sequences:
 class _Padded:
     """The same call as a batch of N padded sequences, for slopes that differ by sequence."""
 
-    def __init__(self, sequences: _Sequences, max_seqlen_q: int, max_seqlen_k: int) -> None:
+    def __init__(self, sequences: Sequences, max_seqlen_q: int, max_seqlen_k: int) -> None:
         self._query_index, self._query_real = _pad_index("max_seqlen_q", sequences.query_starts, max_seqlen_q)
         self._key_index, self._key_real = _pad_index("max_seqlen_k", sequences.key_starts, max_seqlen_k)
         self._numbers = sequences.query_numbers
@@ -205,6 +231,9 @@ class _Padded:
         rows, columns = torch.where(real, self._numbers, 0), torch.where(real, self._columns, 0)
 
         def packed(tensor: Tensor, empty: float) -> Tensor:
+            if result.lse.numel() == 0 and result.lse.shape[1]:  # no sequence, or none with a query
+                none = tensor.new_full((1, tensor.shape[1], len(rows), *tensor.shape[3:]), empty)
+                return none + tensor.sum()  # for its gradient
             chosen = tensor[rows, :, columns]
             shape = (-1,) + (1,) * (chosen.dim() - 1)
             return torch.where(real.view(shape), chosen, empty).transpose(0, 1).unsqueeze(0)

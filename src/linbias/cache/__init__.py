@@ -6,9 +6,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..attention import Aux, run
 from ..prepare import AttentionOptions, autocast, check_inputs, resolve
+from ..semantics.bounds import content_bound, upper_norms
 from ..semantics.checks import (
     check_count,
     check_scale,
@@ -16,15 +18,24 @@ from ..semantics.checks import (
     check_tolerance,
     check_window,
     position_rows,
-    readable,
     slope_rows,
     token_rows,
 )
 from ..semantics.problem import default_scale, default_tolerance
-from .layout import Layout, check_counts, check_options, check_rows, placed, token_positions
+from .layout import (
+    Layout,
+    Storage,
+    check_counts,
+    check_drop,
+    check_index,
+    check_options,
+    check_tokens,
+    placed,
+    token_positions,
+)
 from .pages import Pages, unseen_pages
-from .report import CacheReport, content_bound, report, view
-from .storage import Slots, check_fit, check_tokens
+from .report import CacheReport, newest_pairs
+from .storage import Counts, Slots, real_norms
 from .streaming import stream
 
 
@@ -41,7 +52,8 @@ class KVCache:
 
     Tokens are written in place into memory that grows by half when it is full. Sequences may differ in length: padding
     (``append(..., mask=...)``) is not kept, so each sequence occupies its own first ``lengths`` slots. Beside the keys
-    stands an upper bound of the key norms of each block, so that a step skips unread what no head can see.
+    stands an upper bound of the key norms of each block, so that a step skips unread what no head can see. Tokens see
+    what is there when they attend: of two at one position, appended one by one, only the later sees the other.
 
     With a window, tokens that neither the newest nor a later one can see are evicted, and their memory is used again.
     What "distance" then means is the user's choice. ``distance="text"``, the default, is the distance in the text: what
@@ -101,7 +113,7 @@ class KVCache:
             raise ValueError("capacity goes with neither window nor page_size: a static cache moves nothing")
         self._streams = distance == "cache" and sinks > 0
         self._capacity, self._page_size, self._block = capacity, page_size, block
-        self._storage: Slots | Pages | None = None
+        self._storage: Storage | None = None
         self._layout = Layout()
 
     def append(
@@ -122,9 +134,7 @@ class KVCache:
             RuntimeError: key or value require a gradient: a cache overwrites its memory, which no backward could undo.
             IndexError: more tokens than ``capacity``.
         """
-        check_tokens(key, value)
-        storage = self._storage or self._open(key, value)
-        check_fit(storage, key, value)
+        check_tokens(key, value, self._storage)
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise RuntimeError(
                 "key and value must not require a gradient: the cache writes over its memory. Append under "
@@ -138,12 +148,11 @@ class KVCache:
             check_tensor("positions", positions, key)
             positions = position_rows("positions", positions, batch, tokens, None, key.dtype)
         if self._storage is None:
-            self._storage, self._layout = storage, Layout(self._capacity, key.device)
-        with torch.no_grad():
-            self._make_room(storage, tokens, real)
-            self._write(storage, key, value, real, positions)
+            self._storage, self._layout = self._open(key, value), Layout(self._capacity, key.device)
+        self._layout.make_room(self._storage, tokens, real, self._left, self._sinks)
+        self._layout.write(self._storage, key, value, real, positions)
 
-    def _open(self, key: Tensor, value: Tensor) -> Slots | Pages:
+    def _open(self, key: Tensor, value: Tensor) -> Storage:
         if self._page_size is not None:
             return Pages(key, value, self._page_size)
         if self._capacity is not None:
@@ -156,41 +165,7 @@ class KVCache:
         limit = self._sinks + self._left + 1 + max(self._block, self._left // 8)
         return Slots(key, value, max(tokens, min(ahead, limit)), self._block, limit)
 
-    def _make_room(self, storage: Slots | Pages, tokens: int, real: Tensor | None) -> None:
-        layout = self._layout
-        if self._capacity is None:
-            if self._left is not None:
-                # What the newest token sees stays as well: a sequence may get nothing but padding, or be cropped to it.
-                # So does what each of T - 1 query rows before it sees.
-                kept = self._left + (1 if real is None else max(tokens - 1, 1))
-                layout.drop(*storage.evict(layout.end, layout.lengths, self._sinks, kept, tokens))
-            storage.reserve(layout.end, tokens, real)
-        elif readable(self.lengths):
-            # Elsewhere reading the lengths would wait for the device; there the write itself fails.
-            used = max(self.lengths.tolist(), default=0)
-            if used + tokens > self._capacity:
-                raise IndexError(
-                    f"the cache has capacity={self._capacity} and holds {used} tokens, so {tokens} more, padding "
-                    f"included, do not fit; crop it, or leave capacity out to let it grow"
-                )
-
-    def _write(
-        self, storage: Slots | Pages, key: Tensor, value: Tensor, real: Tensor | None, positions: Tensor | None
-    ) -> None:
-        layout, tokens = self._layout, key.shape[2]
-        if positions is not None and storage.positions is None:
-            storage.number()
-        if real is None and storage.positions is None and isinstance(layout.lengths, int):
-            storage.write(layout.lengths, key, value)
-            layout.add(tokens, tokens, None, self._capacity)
-            return
-        slots, order, count = layout.new_slots(tokens, real, key.device)
-        if positions is None and storage.positions is not None:
-            positions = token_positions(storage, layout, layout.last(key.device)) + 1 + order
-        storage.scatter(slots, real, key, value, positions)
-        layout.add(tokens, count, None if real is None else (slots, real), self._capacity)
-
-    def _opened(self) -> Slots | Pages:
+    def _opened(self) -> Storage:
         if self._storage is None:
             raise RuntimeError("the cache is empty: append(key, value) first")
         return self._storage
@@ -223,31 +198,35 @@ class KVCache:
         Raises:
             TypeError: an option that belongs to the cache, naming what to do instead, or that does not exist.
             RuntimeError: nothing was appended yet.
-            ValueError, BackendUnavailable: as `alibi_attention`.
+            ValueError: more rows than a window has left what they see: as a rule, those of the last append can be asked
+                for. On a device other than the CPU, where the lengths of sequences that differ are not read, such rows
+                are undefined. Else, and BackendUnavailable, as `alibi_attention`.
         """
-        storage = self._opened()
+        storage, layout = self._opened(), self._layout
         if check_tensor("query", query).dim() != 4:
             raise ValueError(f"query must have shape (batch, heads, tokens, head dim), got {tuple(query.shape)}")
-        check_options(options, windowed=self._window is not None)
         given: AttentionOptions = {"causal": causal, **options}  # pyright: ignore[reportAssignmentType]
+        check_options(options, windowed=self._window is not None)
         if self._window is not None:
+            layout.check_rows(query.shape[2], self._left)
             given.update(window=self._window, sinks=self._sinks)
         skip, spent = 0, 0.0
-        if isinstance(storage, Pages) and self._layout.aligned and storage.positions is None:
-            skip, spent = unseen_pages(storage, self._layout.end, query, slopes, options)
+        if isinstance(storage, Pages) and layout.aligned and storage.positions is None:
+            skip, spent = unseen_pages(storage, layout.end, query, slopes, given)
         if skip:
             given["tolerance"] = spent  # one half for the pages left out, one for attention
-        key, value, bounds = storage.read(self._layout.end, skip)
-        streams = self._streams and not self._layout.fits(self._sinks + (self._left or 0) + 1)
+        key, value, bounds = storage.read(layout.end, skip, query.shape[2])
+        inputs = autocast(query, key, value)
+        check_inputs(*inputs)
+        streams = self._streams and not layout.fits(self._sinks + (self._left or 0) + 1)
         unbiased = check_count("unbiased", given.get("unbiased", 0))
-        tokens, real = placed(storage, self._layout, query.shape[2], skip, unbiased, always=streams)
+        tokens, real = placed(storage, layout, query.shape[2], skip, unbiased, always=streams)
         if real is not None:
             mask = given.get("attn_mask")
             given["attn_mask"] = real if mask is None else real & mask
-        inputs = autocast(query, key, value)
-        check_inputs(*inputs)
-        bounds = bounds if inputs[1].dtype == key.dtype else None
-        problem, operands = resolve(inputs, slopes, given, tokens, bounds=bounds)
+        # Rounding may lengthen a key beyond the bound that was kept of it.
+        known = bounds if inputs[1].dtype == key.dtype else None
+        problem, operands = resolve(inputs, slopes, given, tokens, bounds=known)
         result = stream(operands, problem.options, backend) if streams else run(problem, operands, backend)
         if skip:
             result = result._replace(skipped=result.skipped + spent)
@@ -262,18 +241,25 @@ class KVCache:
         Raises:
             ValueError: a negative number, or one so far back that what its window shows was evicted.
         """
-        if isinstance(length, int) and length < 0:
-            raise ValueError(f"length must be at least 0, got {length}; drop(n) takes the last n tokens away")
         storage = self._opened()
-        counts = length if isinstance(length, int) else check_counts("length", length, storage)
-        self._layout.crop(counts, self._left, self._capacity)
+        self._layout.crop(check_counts("length", length, storage), self._left)
         storage.forget(self._layout.lengths)
 
     def drop(self, count: int | Tensor) -> None:
-        """Take the last `count` tokens of each sequence away; otherwise as `crop`."""
+        """Take the last `count` tokens of each sequence away.
+
+        Args:
+            count: one number, or (B,) integers, one a sequence.
+
+        Raises:
+            ValueError: a negative number, more than a sequence has had (numbers on a device other than the CPU are not
+                compared, and take away what there is), or so many that what the new last token's window shows was
+                evicted.
+        """
         storage = self._opened()
-        counts = check_count("count", count) if isinstance(count, int) else check_counts("count", count, storage)
-        self._layout.crop(self._layout.seen - counts, self._left, self._capacity)
+        counts = check_counts("count", count, storage)
+        check_drop(counts, self._layout)
+        self._layout.crop(self._layout.seen - counts, self._left)
         storage.forget(self._layout.lengths)
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
@@ -285,10 +271,9 @@ class KVCache:
         Raises:
             TypeError, ValueError: not integers, or not B of them; `select` changes their number.
         """
-        storage = self._opened()
-        chosen = check_rows("index", index, storage)
-        if len(chosen) != storage.sizes[0]:
-            raise ValueError(f"reorder needs {storage.sizes[0]} numbers, one a sequence, got {len(chosen)}; see select")
+        chosen = check_index("index", index, self._opened())
+        if len(chosen) != (batch := self._opened().sizes[0]):
+            raise ValueError(f"reorder needs {batch} numbers, one a sequence, got {len(chosen)}; see select")
         self.select(chosen)
 
     def select(self, index: Tensor | Sequence[int]) -> None:
@@ -304,7 +289,7 @@ class KVCache:
             ValueError: a number that no sequence has, where reading it is free: in a list, or on the CPU.
         """
         storage = self._opened()
-        chosen = check_rows("index", index, storage)
+        chosen = check_index("index", index, storage)
         with torch.inference_mode(False), torch.no_grad():  # what inference mode makes could not be written to outside
             storage.select(chosen, self._layout.end)
             self._layout.select(chosen)
@@ -328,14 +313,16 @@ class KVCache:
     @property
     def lengths(self) -> Tensor:
         """(B,) int64: tokens kept of each sequence."""
-        storage = self._opened()
-        return torch.as_tensor(self._layout.lengths, device=storage.key.device).expand(storage.sizes[0])
+        return self._counts(self._layout.lengths)
 
     @property
     def seen(self) -> Tensor:
         """(B,) int64: tokens of each sequence so far, evicted ones included."""
+        return self._counts(self._layout.seen)
+
+    def _counts(self, counts: Counts) -> Tensor:
         storage = self._opened()
-        return torch.as_tensor(self._layout.seen, device=storage.key.device).expand(storage.sizes[0])
+        return torch.as_tensor(counts, device=storage.key.device).expand(storage.sizes[0])
 
     @property
     def positions(self) -> Tensor:
@@ -366,14 +353,19 @@ class KVCache:
             tolerance: share of the softmax weight that counts as unseen; default that of `alibi_attention`.
         """
         storage = self._opened()
-        seen = view(storage, self._layout, self._window, self._sinks, capped=self._streams)
         tolerance = check_tolerance(tolerance, default_tolerance(storage.key.dtype))
         rows = slope_rows("slopes", slopes, storage.sizes[0], None, torch.float64, storage.key).detach()
-        content = None
+        content = 0.0
         if query is not None:
-            scale = check_scale("scale", scale, default_scale(storage.key.shape[-1]))
-            content = content_bound(query.detach(), storage.read(self._layout.end)[2].norms, scale)
-        return report(seen, rows, content, self._sinks or 1, tolerance)
+            key, value, _ = storage.read(self._layout.end, 0, query.shape[2])
+            check_inputs(query, key, value)
+            scale = check_scale("scale", scale, default_scale(key.shape[3]))
+            norms = real_norms(key, self._layout.real(storage.slots(self._layout.end))).double()
+            norms = pad(norms, (0, 1)).amax(2).repeat_interleave(query.shape[1] // key.shape[1], 1)
+            # Two scores of a row are at most twice the bound apart.
+            content = 2 * content_bound(scale, None, upper_norms(query.detach()).double().amax(2), norms)
+        pairs = newest_pairs(storage, self._layout, self._left, self._sinks, capped=self._streams)
+        return CacheReport.of(pairs, self.lengths, rows, content, self._sinks or 1, tolerance)
 
     @property
     def nbytes(self) -> int:

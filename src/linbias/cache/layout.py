@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Layout`: which token of which sequence is in which slot of a cache, and what that makes of a call to `attend`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..prepare import OPTION_KEYS
-from ..semantics.checks import check_tensor, readable
+from ..semantics.checks import check_count, check_tensor, readable
 from ..semantics.tokens import Tokens, unbiased_marks
-from .storage import Counts, Storage
+from .pages import Pages
+from .storage import Counts, Slots
+
+Storage = Slots | Pages
 
 _OWNED = {
     "key_mask": "give padding to append(mask=...)",
@@ -40,8 +43,9 @@ class Layout:
     """
 
     def __init__(self, capacity: int | None = None, device: torch.device | None = None) -> None:
-        static = capacity is not None
-        self.lengths: Counts = torch.zeros(1, dtype=torch.int64, device=device) if static else 0
+        self.static = capacity is not None
+        """`end` is the capacity, and lengths live on the device."""
+        self.lengths: Counts = torch.zeros(1, dtype=torch.int64, device=device) if self.static else 0
         """Slots in use."""
         self.evicted: Counts = 0
         """Tokens dropped between the slots before `head` and those after."""
@@ -82,17 +86,43 @@ class Layout:
         behind = count[:, None] + (~real).cumsum(1) - 1
         return column(self.lengths) + torch.where(real, order, behind), order, count
 
-    def add(self, tokens: int, count: Counts, chunk: tuple[Tensor, Tensor] | None, capacity: int | None) -> None:
-        """T tokens were written, of which `count` stay."""
-        self.lengths = self.lengths + count
-        self.chunk = chunk
-        if capacity is None:
-            self.end += tokens
+    def make_room(self, storage: Storage, tokens: int, real: Tensor | None, left: int | None, sinks: int) -> None:
+        """Before `tokens` come, of which `real` (b, T) stay: evict what no window shows, and grow."""
+        if not self.static:
+            if left is not None:
+                # What the newest token sees stays as well: a sequence may get nothing but padding, or be cropped to it.
+                # So does what each of T - 1 query rows before it sees.
+                kept = left + (1 if real is None else max(tokens - 1, 1))
+                lost, self.head, self.end = storage.evict(self.end, self.lengths, sinks, kept, tokens)
+                self.lengths, self.evicted = self.lengths - lost, self.evicted + lost
+            storage.reserve(self.end, tokens, real)
+        elif isinstance(self.lengths, Tensor) and readable(self.lengths):
+            # Elsewhere reading the lengths would wait for the device; there the write itself fails.
+            used = max(self.lengths.tolist(), default=0)
+            if used + tokens > self.end:
+                raise IndexError(
+                    f"the cache has capacity={self.end} and holds {used} tokens, so {tokens} more, padding "
+                    f"included, do not fit; crop it, or leave capacity out to let it grow"
+                )
 
-    def drop(self, lost: Counts, head: int, end: int) -> None:
-        """`lost` slots after the first `head` were evicted."""
-        self.lengths, self.evicted = self.lengths - lost, self.evicted + lost
-        self.head, self.end = head, end
+    def write(
+        self, storage: Storage, key: Tensor, value: Tensor, real: Tensor | None, positions: Tensor | None
+    ) -> None:
+        """Put (B, G, T, .) behind what is there; room was made."""
+        tokens = key.shape[2]
+        if positions is not None and storage.positions is None:
+            storage.number()
+        if real is None and storage.positions is None and isinstance(self.lengths, int):
+            storage.write(self.lengths, key, value)
+            self.lengths, self.chunk = self.lengths + tokens, None
+        else:
+            slots, order, count = self.new_slots(tokens, real, key.device)
+            if positions is None and storage.positions is not None:
+                positions = token_positions(storage, self, self.last(key.device)) + 1 + order
+            storage.scatter(slots, real, key, value, positions)
+            self.lengths, self.chunk = self.lengths + count, None if real is None else (slots, real)
+        if not self.static:
+            self.end += tokens
 
     def last(self, device: torch.device) -> Tensor:
         """(b, 1): the slot of each sequence's newest token; -1 where there is none."""
@@ -112,34 +142,44 @@ class Layout:
         """(b, n) bool: the slots that hold a token; None if all of them do."""
         return slots < column(self.lengths) if isinstance(self.lengths, Tensor) else None
 
-    def crop(self, seen: Counts, left: int | None, capacity: int | None) -> None:
+    def check_kept(self, rows: Counts, left: int | None, asked: str) -> None:
+        """Raise where what the windows of the newest `rows` tokens, () or (b,), show was evicted. Reads the lengths."""
+        if left is None or self.evicted_none:
+            return
+        gap = self.head + self.evicted
+        # Token number seen - rows is the first asked about, and its window starts `left` before.
+        blind = (gap > self.seen - rows - left) & (rows > 0) & (self.evicted > 0)
+        if blind if isinstance(blind, bool) else bool(blind.any()):
+            last = int(torch.where(torch.as_tensor(blind), torch.as_tensor(gap), 0).amax()) - 1
+            raise ValueError(
+                f"{asked}: tokens {self.head} to {last} were evicted already, and the window of {left} tokens back "
+                f"shows some of them; a cache with a window can be asked for, and cropped into, the last append"
+            )
+
+    def check_rows(self, count: int, left: int | None) -> None:
+        """Raise where one of the T query rows sees what was evicted; ragged lengths on a device are not read."""
+        if left is None or self.evicted_none:
+            return
+        rows: Counts = count
+        if self.chunk is not None and self.chunk[1].shape[1] == count:
+            rows = self.chunk[1].sum(1)
+        counts = [each for each in (rows, self.seen) if isinstance(each, Tensor)]
+        if all(readable(each) for each in counts):
+            self.check_kept(rows, left, f"cannot attend from the last {count} tokens")
+
+    def crop(self, seen: Counts, left: int | None) -> None:
         """Keep the first `seen` tokens of each sequence's text."""
-        self._check_crop(seen, left)
+        self.check_kept(self.seen - seen + 1, left, f"cannot crop to {seen}")
         if isinstance(seen, int) and isinstance(self.lengths, int) and isinstance(self.evicted, int):
             self.lengths = self.end = max(min(self.lengths, seen - self.evicted), 0)
         else:
-            self.lengths = torch.minimum(*torch.broadcast_tensors(*self._tensors(self.lengths, seen - self.evicted)))
-            self.lengths = self.lengths.clamp_min(0)
-            if capacity is None and isinstance(seen, int):
+            wanted = seen - self.evicted
+            device = next(each.device for each in (self.lengths, wanted) if isinstance(each, Tensor))
+            both = [torch.as_tensor(each, device=device) for each in (self.lengths, wanted)]
+            self.lengths = torch.minimum(*torch.broadcast_tensors(*both)).clamp_min(0)
+            if not self.static and isinstance(seen, int):
                 self.end = min(self.end, seen)
         self.chunk = None
-
-    def _tensors(self, *counts: Counts) -> list[Tensor]:
-        device = next(count.device for count in counts if isinstance(count, Tensor))
-        return [torch.as_tensor(count, device=device) for count in counts]
-
-    def _check_crop(self, seen: Counts, left: int | None) -> None:
-        """Whether all keys that the next token's window shows are still there. The one place that reads lengths."""
-        if left is None or self.evicted_none:
-            return
-        # The newest token is number seen - 1; its window starts `left` before, and the kept stretch at head + evicted.
-        missing = torch.as_tensor(self.head + self.evicted - (seen - 1 - left))
-        shorter = torch.as_tensor(self.evicted > 0) & torch.as_tensor(self.seen > seen)
-        if bool((shorter & (missing > 0)).any()):
-            raise ValueError(
-                f"cannot crop to {seen}: tokens that the window of the newest one shows were evicted already; a cache "
-                f"with a window can be cropped into the tokens of the last append"
-            )
 
     def select(self, index: Tensor) -> None:
         """The sequences become those at `index`."""
@@ -172,8 +212,28 @@ def check_options(options: Iterable[str], *, windowed: bool) -> None:
             raise TypeError(f"attend has no option {name!r}; it takes those of alibi_attention")
 
 
-def check_counts(name: str, counts: Tensor, storage: Storage) -> Tensor:
-    """(B,) integers, one a sequence, as int64."""
+def check_tokens(key: Tensor, value: Tensor, storage: Storage | None) -> None:
+    """Whether these can be the tokens of a cache, and are of the same kind as those in it."""
+    for name, tensor in (("key", key), ("value", value)):
+        if check_tensor(name, tensor).dim() != 4 or not tensor.is_floating_point():
+            raise ValueError(
+                f"{name} must be floating with shape (batch, heads, tokens, head dim), "
+                f"got {tensor.dtype} {tuple(tensor.shape)}"
+            )
+        kept = tensor if storage is None else storage.key if name == "key" else storage.value
+        wanted = (*(key.shape[:2] if storage is None else storage.sizes), key.shape[2], kept.shape[3])
+        like = key if storage is None else kept
+        if tensor.shape != wanted or tensor.dtype != like.dtype or tensor.device != like.device:
+            raise ValueError(
+                f"{name} must be {like.dtype} of shape {wanted} on {like.device}, as the cache is, got {tensor.dtype} "
+                f"{tuple(tensor.shape)} on {tensor.device}; start a new cache, or convert it with .to()"
+            )
+
+
+def check_counts(name: str, counts: int | Tensor, storage: Storage) -> Counts:
+    """One int >= 0, or (B,) of them as int64; tensors are read where that is free."""
+    if not isinstance(counts, Tensor):
+        return check_count(name, counts)
     check_tensor(name, counts, storage.key)
     batch = storage.sizes[0]
     if counts.is_floating_point() or counts.dtype == torch.bool or tuple(counts.shape) != (batch,):
@@ -181,10 +241,23 @@ def check_counts(name: str, counts: Tensor, storage: Storage) -> Tensor:
             f"{name} must be an int or integers of shape ({batch},), one a sequence, "
             f"got {counts.dtype} {tuple(counts.shape)}"
         )
+    if readable(counts) and bool((counts < 0).any()):
+        raise ValueError(f"{name} must be at least 0 for each sequence, got {counts.tolist()}")
     return counts.long()
 
 
-def check_rows(name: str, index: object, storage: Storage) -> Tensor:
+def check_drop(counts: Counts, layout: Layout) -> None:
+    """Whether every sequence has as many tokens; tensors are read where that is free."""
+    if all(readable(each) for each in (counts, layout.seen) if isinstance(each, Tensor)):
+        given, there = torch.as_tensor(counts), torch.as_tensor(layout.seen)
+        if bool((given > there).any()):
+            raise ValueError(
+                f"count must be at most the tokens that a sequence has had, got {given.tolist()} of {there.tolist()}; "
+                f"crop(0) leaves none"
+            )
+
+
+def check_index(name: str, index: Tensor | Sequence[int], storage: Storage) -> Tensor:
     """(n,) numbers of sequences, as int64 on the storage's device."""
     batch, rule = storage.sizes[0], f"{name} must be integers of shape (n,)"
     try:
@@ -224,8 +297,9 @@ def placed(
         unbiased: how many first tokens of each sequence have no bias.
         always: write positions out where the defaults, ends aligned, say the same.
     """
-    device, keys = storage.key.device, layout.end - (0 if skip == 0 else skip * storage.block)
+    device = storage.key.device
     if layout.aligned and storage.positions is None and not skip and not always:
+        keys = layout.end
         marks = unbiased_marks(unbiased, queries, keys, device)
         rows = Tokens(queries, keys - queries, device, unbiased=marks[0])
         return (rows, Tokens(keys, 0, device, unbiased=marks[1])), None

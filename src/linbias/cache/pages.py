@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cache's keys and values in pages of one pool, so that sequences of any length share memory without loss."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ..semantics.bounds import KeyBounds, key_bounds, reach, upper_norms
-from ..semantics.checks import check_scale, check_softcap, check_tolerance, readable, slope_rows
-from ..semantics.problem import accumulating_dtype, default_scale, default_tolerance
+from ..prepare import AttentionOptions, check_inputs, resolve_options
+from ..semantics.bounds import KeyBounds, content_bound, key_bounds, reach, upper_norms
+from ..semantics.checks import readable, slope_rows
+from ..semantics.problem import accumulating_dtype
 from .storage import Counts, Evicted, grown, real_norms, unfilled
 
 
@@ -19,7 +17,7 @@ def gather_pages(pool: Tensor, table: Tensor) -> Tensor:
 
 
 class Pages:
-    """A pool of pages of `page` slots, and for each sequence the list of its pages; see `storage.Storage`.
+    """A pool of pages of `page` slots, and for each sequence the list of its pages; its methods mean what `Slots`' do.
 
     A page that falls out of use is used again. `select` copies no key: it shares pages, and a shared page is copied
     when one of its owners writes to it. Page 0 belongs to nobody: tables are filled up with it and padding is written
@@ -118,7 +116,7 @@ class Pages:
         if self.positions is not None and positions is not None:
             self.positions[pages, places] = positions.expand(batch, tokens)
 
-    def read(self, end: int, skip: int = 0) -> tuple[Tensor, Tensor, KeyBounds]:
+    def read(self, end: int, skip: int, rows: int) -> tuple[Tensor, Tensor, KeyBounds]:
         """Copies, without the pages 1 to `skip` of each sequence."""
         table = self.table(end)
         table = torch.cat([table[:, :1], table[:, 1 + skip :]], dim=1) if skip else table
@@ -208,11 +206,11 @@ class Pages:
 
 _FEW_ROWS = 16
 """A longer chunk looks at so many keys that reading all of them costs little beside."""
+_PLAIN = frozenset({"causal", "scale", "softcap", "tolerance", "future_slopes"})
+"""Options that leave every row its own key, on whose weight the reach is built."""
 
 
-def unseen_pages(
-    pages: Pages, end: int, query: Tensor, slopes: Tensor, options: Mapping[str, Any]
-) -> tuple[int, float]:
+def unseen_pages(pages: Pages, end: int, query: Tensor, slopes: Tensor, options: AttentionOptions) -> tuple[int, float]:
     """How many pages after the first none of the T newest tokens can see, and what they cost of the tolerance.
 
     With rho the largest key norm of those pages, no score before the bias exceeds |scale| |q| rho, and each row weighs
@@ -222,34 +220,25 @@ def unseen_pages(
 
     Args:
         pages, end: the storage and the slots in use, one length for all sequences, slot = position.
-        query: (B, H, T, D), not checked yet.
+        query: (B, H, T, D).
         slopes, options: as for `linbias.alibi_attention`.
     """
-    rows, dim = query.shape[2:]
-    plain = options.keys() <= {"scale", "softcap", "tolerance", "future_slopes"} and 0 < rows <= min(_FEW_ROWS, end)
+    rows = query.shape[2]
+    plain = options.keys() <= _PLAIN and 0 < rows <= min(_FEW_ROWS, end)
     plain = plain and end > 2 * pages.page  # the first and the newest page are always read
     if not plain or not readable(query) or torch.is_autocast_enabled("cpu"):
         return 0, 0.0
     own = pages.newest(end, rows)
-    if query.shape[::3] != own.shape[::3] or query.shape[1] % own.shape[1] or query.dtype != own.dtype:
-        return 0, 0.0  # alibi_attention will say what is wrong
-    budget = check_tolerance(options.get("tolerance"), default_tolerance(query.dtype)) / 2
-    scale = check_scale("scale", options.get("scale"), default_scale(dim))
-    softcap = check_softcap(options.get("softcap"))
+    check_inputs(query, own, own)
+    numbers = resolve_options(options, query.shape[3], query.dtype)
     slope = slope_rows("slopes", slopes, query.shape[0], query.shape[1], torch.float64, query).detach()
-    content = _content(pages, end, query.detach(), own, scale, softcap)
+    group, wide = query.shape[1] // own.shape[1], query.detach().double()
+    largest = pages.norms[pages.table(end)[:, 1:]].amax(1).double().repeat_interleave(group, 1)[:, :, None]
+    score = numbers.scale * (wide * own.double().repeat_interleave(group, 1)).sum(-1)
+    if numbers.softcap is not None:
+        score = numbers.softcap * torch.tanh(score / numbers.softcap)
+    excess = content_bound(numbers.scale, numbers.softcap, upper_norms(wide), largest) - score
     # A NaN content gives a NaN reach, and then nothing is left out.
-    far = reach(slope[:, :, None], tolerance=budget, content=content)
+    far = reach(slope[:, :, None], tolerance=numbers.tolerance / 2, content=excess)
     first = (torch.arange(end - rows, end, device=far.device) - far).amin()
-    return (max(int(first) // pages.page - 1, 0) if first.isfinite() else 0), budget
-
-
-def _content(pages: Pages, end: int, query: Tensor, own: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """(B, H, T): by how much the score of a key beyond the first page can exceed the row's own, before the bias."""
-    group = query.shape[1] // own.shape[1]
-    largest = pages.norms[pages.table(end)[:, 1:]].amax(1).double()
-    highest = abs(scale) * upper_norms(query).double() * largest.repeat_interleave(group, 1)[:, :, None]
-    score = scale * (query.double() * own.double().repeat_interleave(group, 1)).sum(-1)
-    if softcap is not None:
-        highest, score = (softcap * torch.tanh(bound / softcap) for bound in (highest, score))
-    return highest - score
+    return (max(int(first) // pages.page - 1, 0) if first.isfinite() else 0), numbers.tolerance / 2

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`CacheReport`: how many of the keys in a cache each head can still see."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..semantics.bounds import reach, upper_norms
-from .layout import Layout, token_positions
-from .storage import Storage
+from ..semantics.blocks import Blocks, Span, Tiles, penalty
+from ..semantics.bounds import reach
+from ..semantics.problem import Options
+from ..semantics.tokens import Tokens
+from .layout import Layout, Storage, token_positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +33,30 @@ class CacheReport:
     tolerance: float
     """Share of a row's softmax weight that all keys out of reach hold at most."""
 
+    @staticmethod
+    def of(
+        seen: Tiles, kept: Tensor, slopes: Tensor, content: Tensor | float, sinks: int, tolerance: float
+    ) -> "CacheReport":
+        """Count what is within reach.
+
+        Args:
+            seen: the pairs of the newest token and each key, (b, 1, 1, S).
+            kept, sinks, tolerance: as in the report.
+            slopes: (b, H) float64.
+            content: (B, H) float64, a bound of the score before the bias minus log Z; 0: left out.
+        """
+        far = reach(slopes, tolerance=tolerance, content=content)
+        visible = torch.zeros((len(kept), slopes.shape[1]), dtype=torch.int64, device=slopes.device)
+        weight = torch.zeros_like(visible, dtype=torch.float64)
+        shown = seen.visible.some
+        # Head by head: all at once would allocate as much as attention avoids.
+        for head in range(slopes.shape[1]):
+            bias = penalty(seen, slopes[:, head, None, None, None], None)
+            shares = torch.where(shown, -bias, -torch.inf).softmax(3).nan_to_num(0.0)
+            near = shown & (seen.distance.low <= far[:, head, None, None, None])
+            visible[:, head], weight[:, head] = near.sum((1, 2, 3)), shares[..., :sinks].sum((1, 2, 3))
+        return CacheReport(slopes, far, kept, visible, weight, sinks, tolerance)
+
     def __str__(self) -> str:
         """One line a head; of sequences that differ, the one that sees most."""
         kept = int(self.kept.amax()) if self.kept.numel() else 0
@@ -48,69 +74,21 @@ class CacheReport:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class View:
-    """What the newest token of each sequence sees, whatever the bias."""
-
-    distances: Tensor
-    """(B, S) int64."""
-    shown: Tensor
-    """(B, S) bool."""
-    kept: Tensor
-    """(B,) int64."""
-
-
-def view(
-    storage: Storage, layout: Layout, window: tuple[int | None, int | None] | None, sinks: int, *, capped: bool
-) -> View:
-    """Look from the newest tokens; `capped`: distances as in a cache with ``distance="cache"``."""
-    batch, device = storage.sizes[0], storage.key.device
-    slots = storage.slots(layout.end)
-    here = token_positions(storage, layout, layout.last(device))
-    keys = token_positions(storage, layout, slots)
-    here, keys = here.expand(batch, 1), keys.expand(batch, -1)
-    real = layout.real(slots)
-    real = (slots < layout.last(device) + 1 if real is None else real).expand(batch, -1)
-    left = None if window is None else window[0]
-    shown = real & (keys <= here)
-    if left is not None:
-        shown = shown & ((here - keys <= left) | (slots < sinks))
-    distances = (here - keys).abs()
-    if capped and left is not None:
-        distances = torch.where(slots < sinks, torch.minimum(distances, sinks + left - keys), distances)
-    return View(distances, shown, real.sum(1))
-
-
-def content_bound(query: Tensor, norms: Tensor, scale: float) -> Tensor:
-    """(B, H) float64: how far apart two scores of a row can be before the bias, from norms alone.
+def newest_pairs(storage: Storage, layout: Layout, left: int | None, sinks: int, *, capped: bool) -> Tiles:
+    """The newest token of each sequence against every key, (b, 1, 1, S), whatever the bias.
 
     Args:
-        query: (B, H, T, D).
-        norms: (B, G, n), bounds of all key norms.
-        scale: of the scores.
+        storage, layout: what is where.
+        left, sinks: the cache's.
+        capped: distances as in a cache with ``distance="cache"``.
     """
-    largest = norms.amax(2).repeat_interleave(query.shape[1] // norms.shape[1], 1)
-    return 2 * abs(scale) * upper_norms(query).amax(2).double() * largest
-
-
-def report(seen: View, slopes: Tensor, content: Tensor | None, sinks: int, tolerance: float) -> CacheReport:
-    """Count what is within reach.
-
-    Args:
-        seen: from the newest tokens.
-        slopes: (b, H) float64.
-        content: (B, H) float64, a bound of the score before the bias minus log Z; None: 0.
-        sinks, tolerance: as in `CacheReport`.
-    """
-    far = reach(slopes, tolerance=tolerance, content=0.0 if content is None else content)
-    batch, heads = seen.shown.shape[0], slopes.shape[1]
-    first = torch.arange(seen.shown.shape[1], device=slopes.device) < sinks
-    visible = torch.zeros((batch, heads), dtype=torch.int64, device=slopes.device)
-    weight = torch.zeros((batch, heads), dtype=torch.float64, device=slopes.device)
-    # Head by head: all at once would allocate as much as attention avoids.
-    for head in range(heads):
-        penalty = torch.where(seen.distances == 0, 0.0, slopes[:, head, None] * seen.distances)
-        shares = torch.where(seen.shown, -penalty, -torch.inf).softmax(1).nan_to_num(0.0)
-        visible[:, head] = (seen.shown & (seen.distances <= far[:, head, None])).sum(1)
-        weight[:, head] = torch.where(first, shares, 0.0).sum(1)
-    return CacheReport(slopes, far, seen.kept, visible, weight, sinks, tolerance)
+    slots, device = storage.slots(layout.end), storage.key.device
+    here, there = (token_positions(storage, layout, each) for each in (layout.last(device), slots))
+    rows = Blocks.of(Tokens(1, 0, device, here)).down()
+    keys = Blocks.of(Tokens(layout.end, 0, device, there, rank=slots, real=layout.real(slots))).across()
+    tiles = Tiles.of(rows, keys, Options(causal=True, left=left, sinks=sinks))
+    if not capped or left is None:
+        return tiles
+    distance = tiles.distance.low
+    distance = torch.where(slots < sinks, torch.minimum(distance, sinks + left - keys.position.low), distance)
+    return replace(tiles, distance=Span(distance, distance))

@@ -95,7 +95,8 @@ class AlibiLayer(CacheLayerMixin):
         if unpadded < count < self.columns:
             raise ValueError(f"cannot take back {count} tokens: only the last {unpadded} are free of padding")
         if count and self.columns:
-            self.store.drop(count)
+            # Padding is among the columns and not in the store, which drops no more than it has had.
+            self.store.crop(0) if count >= self.columns else self.store.drop(count)
             self.columns -= min(count, self.columns)
             self.real = None if self.real is None else _compact(self.real[:, : self.columns])
 

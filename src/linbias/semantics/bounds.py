@@ -52,8 +52,7 @@ def key_bounds(key: Tensor, block: int = 64) -> KeyBounds:
         raise ValueError(f"key must be floating with shape (B, G, S, D), got {key.dtype} {tuple(key.shape)}")
     if check_count("block", block) < 1:
         raise ValueError(f"block must be at least 1, got {block}; 64 is a good size")
-    norms = in_tiles(upper_norms(key).flatten(0, 1), block, 0.0).amax(-1).unflatten(0, key.shape[:2])
-    return KeyBounds(norms, block)
+    return KeyBounds(_block_norms(upper_norms(key), block), block)
 
 
 def append_norms(norms: Tensor, start: int, key: Tensor, block: int) -> None:
@@ -65,13 +64,20 @@ def append_norms(norms: Tensor, start: int, key: Tensor, block: int) -> None:
         key: (B, G, T, D), the new ones.
         block: keys a block.
     """
-    head = min(-start % block, key.shape[2])
+    fresh, tokens = upper_norms(key), key.shape[2]
+    head = min(-start % block, tokens)
     if head:
-        bound = norms[:, :, start // block]
-        bound.copy_(torch.maximum(bound, key_bounds(key[:, :, :head], head).norms[:, :, 0]))
-    if head < key.shape[2]:
-        fresh = key_bounds(key[:, :, head:], block).norms
-        norms.narrow(2, (start + head) // block, fresh.shape[2]).copy_(fresh)
+        # In place, and one operation for the one token of a step; NaN stays NaN.
+        first = fresh if tokens == 1 else fresh[:, :, :head].amax(2, keepdim=True)
+        norms.narrow(2, start // block, 1).clamp_min_(first)
+    if head < tokens:
+        blocks = _block_norms(fresh[:, :, head:], block)
+        norms.narrow(2, (start + head) // block, blocks.shape[2]).copy_(blocks)
+
+
+def _block_norms(norms: Tensor, block: int) -> Tensor:
+    """(B, G, ceil(S / block)): the largest of each block of (B, G, S)."""
+    return in_tiles(norms.flatten(0, 1), block, 0.0).amax(-1).unflatten(0, norms.shape[:2])
 
 
 def reach(slopes: Tensor, *, tolerance: float, content: float | Tensor = 0.0) -> Tensor:
@@ -149,7 +155,7 @@ def upper_norms(vectors: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(wide, dim=-1)
     if readable(norms):
         low, high = torch.aminmax(norms)
-        if low > 1e-15 and high < 1e15:
+        if low.item() > 1e-15 and high.item() < 1e15:
             return norms * inflation
     peak = wide.abs().amax(-1)
     unit = torch.where((peak > 0) & (peak < torch.inf), peak, 1.0)

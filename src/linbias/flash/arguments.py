@@ -2,12 +2,12 @@
 """The rules for flash-attn's arguments, under flash-attn's names."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .semantics.checks import check_flag, check_number, check_scale, check_share, check_tensor
+from ..prepare import AttentionOptions
+from ..semantics.checks import check_flag, check_number, check_scale, check_share, check_tensor
 
 
 def check_layout(tensors: dict[str, Tensor], layout: str, dims: int) -> None:
@@ -55,7 +55,9 @@ def check_probs(return_attn_probs: bool, dropout_p: float) -> None:
         )
 
 
-def options_of(causal: bool, window_size: Sequence[int], softmax_scale: float | None, softcap: float) -> dict[str, Any]:
+def options_of(
+    causal: bool, window_size: Sequence[int], softmax_scale: float | None, softcap: float, dropout_p: float = 0.0
+) -> AttentionOptions:
     """flash-attn's options as alibi_attention's."""
     left, right = (None if side < 0 else side for side in _window(window_size))
     if check_number("softcap", softcap) < 0:
@@ -66,6 +68,7 @@ def options_of(causal: bool, window_size: Sequence[int], softmax_scale: float | 
         "window": None if left is None and right is None else (left, right),
         "scale": None if softmax_scale is None else check_scale("softmax_scale", softmax_scale, 0.0),
         "softcap": softcap or None,
+        "dropout_p": dropout_p,
     }
 
 

@@ -9,22 +9,26 @@ refuses here works too: any head dim, float32 and float64, pages of any size, dr
 without a left window, or ``window_size=(-1, 0)``) they add ``+slope * column`` to the scores instead of
 ``-slope * (row - column)``: the same softmax, but a log-sum-exp that is larger by ``slope * row``, with row counted
 from the sequence's first key. Everywhere else it is the sum of the scores as documented. A row that sees no key has
-+inf. ``linbias.alibi_attention(..., return_aux=True)`` gives the relative form always, and -inf.
++inf, which `linbias.merge` does not know: `merge_states` puts results of this page together.
+``linbias.alibi_attention(..., return_aux=True)`` gives the relative form always, and -inf.
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ._flash_checks import check_heads, check_integers, check_layout, check_probs, options_of
-from .attention import Aux, run
-from .cache.pages import gather_pages
-from .prepare import AttentionOptions, prepare
-from .semantics.checks import slope_rows
-from .semantics.problem import accumulating_dtype
-from .varlen import _Sequences, alibi_attention_varlen
+from ..attention import merge, run
+from ..prepare import AttentionOptions, autocast, check_inputs, resolve
+from ..semantics.checks import check_count, check_tensor, slope_rows
+from ..semantics.problem import accumulating_dtype
+from ..semantics.tokens import Tokens
+from ..varlen import Sequences, check_boundaries, run_packed
+from .arguments import check_heads, check_integers, check_layout, check_probs, options_of
+from .kvcache import CallersCache, unpaged
+
+_TOKENS = "(batch, tokens, heads, head dim)"
+_PACKED = "(total tokens, heads, head dim)"
 
 
 def flash_attn_func(  # noqa: PLR0913, PLR0917  (flash-attn's signature)
@@ -68,17 +72,21 @@ def flash_attn_func(  # noqa: PLR0913, PLR0917  (flash-attn's signature)
     >>> [round(weight, 4) for weight in out[0, 3, 0].tolist()]
     [0.1015, 0.1674, 0.276, 0.4551]
     """
-    check_layout({"q": q, "k": k, "v": v}, "(batch, tokens, heads, head dim)", 4)
-    check_heads(q, k, v, ("k", "v"), "(batch, tokens, heads, head dim)")
+    check_layout({"q": q, "k": k, "v": v}, _TOKENS, 4)
+    check_heads(q, k, v, ("k", "v"), _TOKENS)
     check_probs(return_attn_probs, dropout_p)
-    options = options_of(causal, window_size, softmax_scale, softcap)
+    options = options_of(causal, window_size, softmax_scale, softcap, dropout_p)
     slopes = _slopes(alibi_slopes, q, q.shape[0])
-    out, aux = _call(q, k, v, slopes, options | {"dropout_p": dropout_p})
+    inputs = _inputs(q, k, v)
+    check_inputs(*inputs)
+    queries, keys = q.shape[1], k.shape[1]
+    first = keys - queries
+    out, lse = _attend(inputs, slopes, options, (Tokens(queries, first, q.device), Tokens(keys, 0, q.device)))
     if not return_attn_probs:
         return out
-    places = torch.arange(q.shape[1], device=q.device) + (k.shape[1] - q.shape[1])
-    shift = _shift(slopes[..., None], places) if _is_key_form(causal, window_size, k.shape[1]) else None
-    return out, _flash_lse(aux.lse, shift), out.new_empty(0)
+    places = torch.arange(first, keys, device=q.device)
+    shift = _shift(slopes[..., None], places) if _is_key_form(causal, window_size, keys) else None
+    return out, _flash_lse(lse, shift), out.new_empty(0)
 
 
 def flash_attn_varlen_func(  # noqa: PLR0913, PLR0917
@@ -119,43 +127,33 @@ def flash_attn_varlen_func(  # noqa: PLR0913, PLR0917
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`.
     """
     check_probs(return_attn_probs, dropout_p)
-    check_layout({"q": q}, "(total tokens, heads, head dim)", 3)
-    check_integers("cu_seqlens_q", cu_seqlens_q, q, None)
-    check_integers("cu_seqlens_k", cu_seqlens_k, q, None)
+    check_layout({"q": q}, _PACKED, 3)
     columns = max_seqlen_k
-    if block_table is not None:
+    if block_table is None:
+        check_layout({"k": k, "v": v}, _PACKED, 3)
+        check_boundaries(q, k.shape[0], cu_seqlens_q, cu_seqlens_k)
+    else:
+        check_boundaries(q, None, cu_seqlens_q, cu_seqlens_k)
         check_integers("block_table", block_table, q, cu_seqlens_k.shape[0] - 1, None)
         check_layout({"k": k, "v": v}, "(pages, page size, heads, head dim) with a block_table", 4)
         columns = block_table.shape[1] * k.shape[1]
-        k, v = (_unpaged(pool, block_table, cu_seqlens_k) for pool in (k, v))
-    check_layout({"q": q, "k": k, "v": v}, "(total tokens, heads, head dim)", 3)
-    check_heads(q, k, v, ("k", "v"), "(total tokens, heads, head dim)")
-    options = options_of(causal, window_size, softmax_scale, softcap)
+        k, v = unpaged(k, v, block_table, cu_seqlens_k)
+    check_heads(q, k, v, ("k", "v"), _PACKED)
+    longest = check_count("max_seqlen_q", max_seqlen_q), check_count("max_seqlen_k", max_seqlen_k)
+    options = options_of(causal, window_size, softmax_scale, softcap, dropout_p)
     slopes = _slopes(alibi_slopes, q, cu_seqlens_q.shape[0] - 1)
-    result = alibi_attention_varlen(
-        q,
-        k,
-        v,
-        slopes,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        **options,
-        dropout_p=dropout_p,
-        return_aux=True,
-    )
-    assert isinstance(result, tuple)
-    out, aux = result
-    out = out.contiguous()
+    inputs = _inputs(q[None], k[None], v[None])
+    check_inputs(*inputs)
+    sequences = Sequences.of(q, k, cu_seqlens_q, cu_seqlens_k)
+    result = run_packed(inputs, slopes, options, sequences, longest, "auto")
+    out = result.out.squeeze(0).transpose(0, 1).contiguous()
     if not return_attn_probs:
         return out
     shift = None
     if _is_key_form(causal, window_size, columns):
-        sequences = _Sequences.of(q, k, cu_seqlens_q, cu_seqlens_k)
         rows = slopes if slopes.shape[0] == 1 else slopes[sequences.query_numbers.clamp_max(slopes.shape[0] - 1)]
         shift = _shift(rows, sequences.query_places[:, None]).T
-    return out, _flash_lse(aux.lse, shift), out.new_empty(0)
+    return out, _flash_lse(result.lse.squeeze(0), shift), out.new_empty(0)
 
 
 def flash_attn_with_kvcache(  # noqa: PLR0913, PLR0917
@@ -209,110 +207,46 @@ def flash_attn_with_kvcache(  # noqa: PLR0913, PLR0917
     """
     if rotary_cos is not None or rotary_sin is not None:
         raise NotImplementedError("rotary_cos and rotary_sin must be None: rotate q and k before the call")
-    cache = _Cache(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    cache = CallersCache(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     options = options_of(causal, window_size, softmax_scale, softcap)
     slopes = _slopes(alibi_slopes, q, q.shape[0])
-    if k is not None or v is not None:
+    none = _inputs(q[:0], k_cache[:0], v_cache[:0])
+    check_inputs(*none)
+    cache.check_places(k, v)
+    if k is not None and v is not None:
         cache.write(k, v)  # last, so that a call that is refused has written nothing
-    keys, values = cache.read()
-    queries, placed = cache.place()
-    out, aux = _call(q, keys, values, slopes, options | placed)
-    shift = _shift(slopes[..., None], queries[:, None]) if _is_key_form(causal, window_size, cache.columns) else None
-    return (out, _flash_lse(aux.lse, shift)) if return_softmax_lse else out
+    tokens, rows = cache.tokens()
+    out, lse = _attend(_inputs(q, *cache.read()), slopes, options, tokens)
+    shift = _shift(slopes[..., None], rows[:, None]) if _is_key_form(causal, window_size, cache.columns) else None
+    return (out, _flash_lse(lse, shift)) if return_softmax_lse else out
 
 
-class _Cache:
-    """The caller's cache tensors and what says where in them the tokens are."""
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys, from what functions of this page return for each.
 
-    def __init__(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        seqlens: int | Tensor | None,
-        batch_index: Tensor | None,
-        leftpad: Tensor | None,
-        table: Tensor | None,
-    ) -> None:
-        layout = "(batch, slots, heads, head dim), or (pages, page size, heads, head dim) with block_table"
-        check_layout({"q": q}, "(batch, tokens, heads, head dim)", 4)
-        check_layout({"k_cache": k_cache, "v_cache": v_cache}, layout, 4)
-        check_heads(q, k_cache, v_cache, ("k_cache", "v_cache"), layout)
-        self.batch, self.queries = q.shape[:2]
-        self.key, self.value = k_cache, v_cache
-        rows = {"cache_seqlens": seqlens, "cache_batch_idx": batch_index, "cache_leftpad": leftpad}
-        for name, tensor in rows.items():
-            number = name == "cache_seqlens" and isinstance(tensor, int) and not isinstance(tensor, bool)
-            if tensor is not None and not number:
-                check_integers(name, cast(Tensor, tensor), q, self.batch)
-        self.leftpad = None if leftpad is None else leftpad.long()[:, None]
-        self.table = None
-        if table is not None:
-            if batch_index is not None:
-                raise ValueError("cache_batch_idx must be None with a block_table: order the rows of the table instead")
-            self.table = check_integers("block_table", table, q, self.batch, None).long()
-        elif batch_index is None and k_cache.shape[0] < self.batch:
-            raise ValueError(f"k_cache must have a row for each of q's {self.batch}, got {k_cache.shape[0]}")
-        self.index = None if batch_index is None else batch_index.long()
-        self.columns: int = k_cache.shape[1] * (1 if self.table is None else self.table.shape[1])
-        # Tokens in the cache: an int, (B, 1), or None for all slots.
-        self.lengths = seqlens if seqlens is None or isinstance(seqlens, int) else seqlens.long()[:, None]
-        if isinstance(seqlens, int) and not 0 <= seqlens <= self.columns:
-            raise ValueError(f"cache_seqlens must be between 0 and the cache's {self.columns} slots, got {seqlens}")
+    Both log-sum-exps must be of one form, see the top of this page, and measure distances from the same places: with
+    slopes, `linbias.alibi_attention` with positions and `linbias.merge` is what can say where a half stands.
 
-    def write(self, k: Tensor | None, v: Tensor | None) -> None:
-        """New keys and values behind what is there."""
-        if k is None or v is None or self.lengths is None:
-            raise ValueError("k, v and cache_seqlens must be given together: what to write, and where")
-        check_layout({"k": k, "v": v}, "(batch, tokens, heads, head dim)", 4)
-        for name, tensor, kept in (("k", k, self.key), ("v", v, self.value)):
-            wanted = (self.batch, k.shape[1], *kept.shape[2:])
-            if tuple(tensor.shape) != wanted or tensor.dtype != kept.dtype:
-                raise ValueError(
-                    f"{name} must be {kept.dtype} of shape {wanted}, got {tensor.dtype} {tuple(tensor.shape)}"
-                )
-            if tensor.requires_grad and torch.is_grad_enabled():
-                raise RuntimeError(
-                    f"{name} must not require a gradient, which the cache would lose; use torch.no_grad()"
-                )
-        tokens = k.shape[1]
-        if isinstance(self.lengths, int) and self.lengths + tokens > self.columns:
-            raise ValueError(f"the cache has {self.columns} slots and holds {self.lengths}: {tokens} more do not fit")
-        slots = self.lengths + torch.arange(tokens, device=k.device)[None]
-        if self.table is not None:
-            rows = self.table.gather(1, (slots // self.key.shape[1]).expand(self.batch, tokens))
-            slots = slots % self.key.shape[1]
-        else:
-            rows = (torch.arange(self.batch, device=k.device) if self.index is None else self.index)[:, None]
-        with torch.no_grad():
-            self.key[rows, slots], self.value[rows, slots] = k, v
-        self.lengths = self.lengths + tokens
+    Args:
+        out_a, out_b: (B, T, H, V) or (total, H, V).
+        lse_a, lse_b: (B, H, T) or (H, total), +inf where a set had no visible key.
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        """(B, S, G, .), S the slots that can be in use."""
-        slots = self.lengths if isinstance(self.lengths, int) else self.columns
-        if self.table is not None:
-            table = self.table[:, : -(-slots // self.key.shape[1])]
-            key, value = gather_pages(self.key, table), gather_pages(self.value, table)
-        elif self.index is not None:
-            key, value = self.key[self.index], self.value[self.index]
-        else:
-            key, value = self.key[: self.batch], self.value[: self.batch]
-        return key[:, :slots], value[:, :slots]
+    Returns:
+        (out, lse) of the union, as given: +inf where neither had one. Differentiable.
 
-    def place(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """(b, T) positions of the queries, and positions and mask as options where the defaults are not right."""
-        device = self.key.device
-        steps = torch.arange(-self.queries, 0, device=device)[None]
-        slots = self.lengths if isinstance(self.lengths, int) else self.columns
-        used = slots if self.lengths is None else self.lengths
-        if self.leftpad is None and isinstance(used, int):
-            return used + steps, {}
-        start = 0 if self.leftpad is None else self.leftpad
-        columns = torch.arange(slots, device=device)[None]
-        queries = used - start + steps
-        real = (columns >= start) & (columns < used)
-        return queries, {"query_positions": queries, "key_positions": columns - start, "key_mask": real}
+    Raises:
+        TypeError, ValueError: not tensors, or shapes that do not belong together.
+
+    >>> out, one = torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1)
+    >>> merged, lse = merge_states(out, one, 0 * out, one + torch.inf)  # the second set is empty
+    >>> merged.tolist(), lse.tolist()
+    ([[[[1.0, 1.0]]]], [[[0.0]]])
+    """
+    outs = [check_tensor(name, each).transpose(-3, -2) for name, each in (("out_a", out_a), ("out_b", out_b))]
+    lses = [check_tensor(name, each) for name, each in (("lse_a", lse_a), ("lse_b", lse_b))]
+    lses = [torch.where(lse == torch.inf, -torch.inf, lse) for lse in lses]
+    out, lse = merge(outs[0], lses[0], outs[1], lses[1])
+    return out.transpose(-3, -2).contiguous(), _flash_lse(lse, None)
 
 
 def _slopes(alibi_slopes: Tensor | None, q: Tensor, batch: int) -> Tensor:
@@ -323,10 +257,17 @@ def _slopes(alibi_slopes: Tensor | None, q: Tensor, batch: int) -> Tensor:
     return slope_rows("alibi_slopes", alibi_slopes, batch, heads, accumulating_dtype(q.dtype), q)
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, options: dict[str, Any]) -> tuple[Tensor, Aux]:
-    query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    result = run(*prepare(query, key, value, slopes, cast(AttentionOptions, options)), "auto")
-    return result.out.transpose(1, 2).contiguous(), Aux.of(result)
+def _inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads before tokens, as autocast has them."""
+    return autocast(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+
+
+def _attend(
+    inputs: tuple[Tensor, Tensor, Tensor], slopes: Tensor, options: AttentionOptions, tokens: tuple[Tokens, Tokens]
+) -> tuple[Tensor, Tensor]:
+    """(B, T, H, V) and (B, H, T), of inputs that were checked."""
+    result = run(*resolve(inputs, slopes, options, tokens), "auto")
+    return result.out.transpose(1, 2).contiguous(), result.lse
 
 
 def _is_key_form(causal: bool, window_size: Sequence[int], columns: int) -> bool:
@@ -343,14 +284,3 @@ def _shift(slopes: Tensor, rows: Tensor) -> Tensor:
 def _flash_lse(lse: Tensor, shift: Tensor | None) -> Tensor:
     shifted = lse if shift is None else lse + shift
     return torch.where(lse == -torch.inf, torch.inf, shifted)
-
-
-def _unpaged(pool: Tensor, table: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The tokens of pages (P, page, G, D), laid end to end: (total, G, D)."""
-    lengths = cu_seqlens.diff()
-    rows = gather_pages(pool, table.long())
-    real = torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]
-    packed = rows[real]
-    if packed.shape[0] != int(cu_seqlens[-1]):
-        raise ValueError(f"block_table has room for {rows.shape[1]} tokens a sequence; cu_seqlens_k needs more")
-    return packed
