@@ -223,7 +223,11 @@ class TestSurvival:
             if removed:
                 hooks.remove_hook_from_module(part)
         attention = model.transformer.h[0].self_attention
-        with linbias.patch(model), torch.no_grad(), mock.patch("linbias.hf.bloom.attend", side_effect=OSError("ours")):
+        with (
+            linbias.patch(model),
+            torch.no_grad(),
+            mock.patch("linbias.hf.decoder.attend", side_effect=OSError("ours")),
+        ):
             with pytest.raises(OSError, match="ours"):
                 model(ids)
         assert type(attention).__module__.startswith("transformers.")
@@ -339,7 +343,7 @@ class TestRefusals:
         with linbias.patch(one):
             with pytest.raises(ValueError, match="another model that is patched already shares attention layers"):
                 linbias.patch(other)
-            with pytest.raises(TypeError, match="must be a Sight in a patched layer.*the model around it is not"):
+            with pytest.raises(TypeError, match="must be an AttentionMask in a patched.*the model around it is not"):
                 other(ids)
         assert classes(other) == before
         with torch.no_grad(), linbias.patch(pair):
