@@ -292,3 +292,16 @@ class TestUseCache:
         assert caches[1].get_seq_length() == 9 + 7 - 1
         loss = model(ids, attention_mask=mask, labels=ids).loss
         loss.backward()
+
+
+@every_family
+def test_mo8_the_paged_cache_is_named(kind: str):
+    """What generate_batch hands in is no transformers cache of layers; use_cache has nothing to do with it."""
+    paged = type("PagedAttentionCache", (), {})()
+    model, ids = make(kind, layers=1), tokens(1, 5)
+    linbias.patch(model)
+    for options in ({"use_cache": False}, {"use_cache": True}, {}):
+        with pytest.raises(
+            TypeError, match="got PagedAttentionCache: the paged cache of generate_batch .* call generate"
+        ):
+            model(ids, **{CACHE: paged}, **options)

@@ -107,7 +107,7 @@ def before_head(head: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if tokens is None or not isinstance(getattr(head, "base_model", None), Decoder):
         return None
     batch, count = tokens.shape[:2]
-    mask, several = number_documents(named.get("attention_mask"), (batch, count), named, named.get(CACHE))
-    if not several:
+    mask, _ = number_documents(named.get("attention_mask"), (batch, count), named, named.get(CACHE))
+    if mask is named.get("attention_mask"):
         return None
     return (), {name: part for name, part in named.items() if name not in PACKING} | {"attention_mask": mask}
