@@ -17,7 +17,7 @@ from transformers.utils import logging
 from .attention import attend
 from .cache import AlibiCache
 from .documents import number_documents
-from .mask import AttentionMask, cache_lengths, check_cache, read_mask
+from .mask import AttentionMask, cache_lengths, read_mask
 
 TESTED_VERSIONS = ("5.18", "5.24")
 """The oldest and newest transformers that the tests of this package were run with."""
@@ -235,7 +235,6 @@ def _uses_cache(model: Any, cache: Any, asked: bool | None, *, several: bool) ->
     dropped = model.gradient_checkpointing and model.training
     dropped = dropped and (torch.is_grad_enabled() or not _KEPT_WITHOUT_GRADIENT)
     if cache is not None:
-        check_cache(cache)
         if asked is False:
             raise ValueError(
                 f"use_cache=False and a cache contradict each other: generate would add the whole text to the cache "

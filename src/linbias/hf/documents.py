@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..semantics.checks import readable, unwatched
-from .mask import numbers_of
+from .mask import check_cache, numbers_of
 
 PACKING = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
@@ -31,8 +31,11 @@ def number_documents(
         cache: a transformers cache, or None.
 
     Raises:
-        ValueError: several documents, and a cache, which keeps one text a row; or boundaries that do not fit.
+        TypeError, ValueError: several documents, and a cache, which keeps one text a row; or boundaries that do not
+            fit; or a cache that patched layers cannot attend over.
     """
+    if cache is not None:
+        check_cache(cache)
     if mask is not None and mask.dim() != 2:
         return mask, False
     numbers = None if mask is None else numbers_of(mask)
