@@ -25,7 +25,7 @@ test-all: .venv/.ready
 	$(PYTEST)
 
 bench: .venv/.ready
-	$(BIN)/linbias bench
+	$(BIN)/python -m benchmarks.attention
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

@@ -33,7 +33,7 @@ def attempt(text: bytes, patched: bool, width: int, limit: float, report: Connec
     from transformers import BloomConfig, BloomModel
 
     import linbias
-    from linbias.lab.bench.memory import peak_mib
+    from benchmarks.memory import peak_mib
 
     torch.manual_seed(0)
     model = BloomModel(BloomConfig(vocab_size=256, hidden_size=width, n_layer=LAYERS, n_head=HEADS)).eval()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole models, patched against unpatched, in one run: ``python benchmarks/models.py [--quick] ...``.
+"""Whole models, patched against unpatched, in one run: ``python -m benchmarks.models [--quick] ...``.
 
 Models have 2 layers of width 1,024 with 16 heads, a vocabulary of 1,000 and random weights as transformers draws them.
 Every figure comes from a process of its own, so that its peak memory is its own too; a patched model must first agree
@@ -14,18 +14,17 @@ with the unpatched one there. With one thread, time is the process's CPU time, s
   models of width 256, whose weights take little of a step.
 
 The unpatched models need memory for several n x n tensors; a figure that would not fit in what is free is left out.
-The report is written after every figure, and a run goes on from the one it finds there: --again starts anew.
+The record is written after every figure, and a run goes on from the one it finds there: --again starts anew.
 `python -m benchmarks.models_page` makes tables and a picture of it.
 """
 
 import argparse
 import concurrent.futures
-import json
 import multiprocessing
 import resource
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -33,12 +32,14 @@ import torch
 from torch import Tensor
 
 import linbias
+from benchmarks.harness import carry_out, parser
+from benchmarks.memory import peak_mib
 from linbias.hf.cache import AlibiCache
 from linbias.hf.decoder import CACHE
 from linbias.hf.mask import AttentionMask
-from linbias.lab.bench.memory import peak_mib
+from linbias.lab.bench.race import told
+from linbias.lab.bench.record import Finding, Measurement
 from linbias.lab.bench.timing import now, seconds
-from linbias.lab.storage import write_text
 from linbias.semantics.tokens import Tokens
 
 HEADS, WIDTH, LAYERS, VOCABULARY = 16, 1024, 2, 1000
@@ -230,23 +231,33 @@ WORK: dict[str, Callable[..., dict[str, Any]]] = {
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
-def figure(work: str, family: str, kind: str, tokens: int, threads: int) -> dict[str, Any]:
+def measured(work: str, family: str, kind: str, tokens: int, threads: int) -> list[Finding]:
+    """One row of a table; where it failed, why."""
+    found = apart(work, family, kind, tokens, threads)
+    return [{"work": work, "family": family, "kind": kind, "tokens": tokens, **found}]
+
+
+def apart(work: str, family: str, kind: str, tokens: int, threads: int) -> dict[str, Any]:
     """One figure from a process of its own, which starts with the imports done; where it failed, why."""
     needed = 0.0
     if kind not in (PATCHED, OURS):
         reading = QUADRATIC_TENSORS.get(f"{family} {kind}", QUADRATIC_TENSORS.get(kind, 0.0))
         needed = {"prefill": reading, "train": TRAINING_TENSORS}.get(work, 0.0) * HEADS * tokens**2 * 4
     if needed > 0.8 * free_bytes():
-        return {"not_run": f"needs about {needed / 1e9:.0f} GB, {free_bytes() / 1e9:.0f} GB are free"}
+        return gap(f"needs about {needed / 1e9:.0f} GB, {free_bytes() / 1e9:.0f} GB are free")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers", "linbias", *(f"linbias.hf.{name}" for name in UNPATCHED)])
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as alone:
         try:
             return alone.submit(one, work, family, kind, tokens, threads).result()
         except BrokenProcessPool:
-            return {"not_run": "the process was ended, as the system does where memory runs out"}
+            return gap("the process was ended, as the system does where memory runs out")
         except Exception as error:
-            return {"not_run": f"{type(error).__name__}: {error}".splitlines()[0]}
+            return gap(told(error))
+
+
+def gap(why: str) -> dict[str, Any]:
+    return {"not_run": "this row", "why": why}
 
 
 def one(work: str, family: str, kind: str, tokens: int, threads: int) -> dict[str, Any]:
@@ -265,45 +276,47 @@ def rows_of(work: str, family: str) -> list[str]:
     return ours if work == "stream" else [*ours, *UNPATCHED[family]]
 
 
-def plan(options: argparse.Namespace) -> list[tuple[str, list[int]]]:
-    return [
-        ("prefill", options.lengths),
-        ("decode", options.contexts),
-        ("train", options.train),
-        ("stream", options.stream),
-    ]
-
-
-def show(work: str, family: str, kind: str, tokens: int, found: dict[str, Any]) -> None:
-    cells = [f"{work:8}{family:8}{kind:22}{tokens:>7}"]
+def gist(findings: list[Finding]) -> str:
+    (found,) = findings
     if "not_run" in found:
-        cells.append(f"not run: {found['not_run']}")
+        return f"not run: {found['why']}"
+    cells: list[str] = []
     for name, unit in (("seconds", "s"), ("gigabytes", "GB"), ("tokens_per_second", "tokens/s")):
         values = found.get(name, [])
         values = values if isinstance(values, list) else [values]
-        cells += [" ".join(f"{value:8.2f}" for value in values) + f" {unit}"] if values else []
+        cells += [" ".join(f"{value:.2f}" for value in values) + f" {unit}"] if values else []
     if "linear_seconds" in found:
         cells.append(f"(linear layers {found['linear_seconds']:.2f} s)")
-    print("  ".join(cells), flush=True)
+    return ", ".join(cells)
+
+
+def plan(options: argparse.Namespace) -> list[Measurement]:
+    return [
+        # How slow the unpatched rows are nobody knows beforehand: the cost tells little more than their number.
+        Measurement(
+            f"{work} {family}, {kind}, {tokens:,}",
+            10 + tokens / 1000,
+            partial(measured, work, family, kind, tokens, options.threads),
+        )
+        for work in WORK
+        for family in options.families
+        for tokens in getattr(options, work)
+        for kind in rows_of(work, family)
+        if kind in (options.kinds or [kind])
+    ]
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="short texts only")
-    parser.add_argument("--families", nargs="+", default=list(UNPATCHED), choices=list(UNPATCHED))
-    parser.add_argument("--kinds", nargs="*", help="rows; default all: 'patched', 'patched, AlibiCache', eager, sdpa")
-    parser.add_argument("--lengths", type=int, nargs="*", help="prefill; default 1024 4096 8192 16384")
-    parser.add_argument("--contexts", type=int, nargs="*", help="decode; default 1024 8192 32768")
-    parser.add_argument("--train", type=int, nargs="*", help="training step; default 2048")
-    parser.add_argument(
-        "--stream", type=int, nargs="*", default=[], help="endless generation, e.g. 50000; default none"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="torch threads")
-    parser.add_argument("--again", action="store_true", help="measure what the report already holds once more")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/models.json"))
-    options = parser.parse_args()
-    defaults = {"lengths": [1024, 4096, 8192, 16384], "contexts": [1024, 8192, 32768], "train": [2048]}
-    quick = {"lengths": [512, 1024], "contexts": [1024], "train": [512]}
+    told = parser(__doc__, "models.json")
+    told.add_argument("--families", nargs="+", default=list(UNPATCHED), choices=list(UNPATCHED))
+    told.add_argument("--kinds", nargs="*", help="rows; default all: 'patched', 'patched, AlibiCache', eager, sdpa")
+    told.add_argument("--prefill", type=int, nargs="*", help="lengths; default 1024 4096 8192 16384")
+    told.add_argument("--decode", type=int, nargs="*", help="contexts; default 1024 8192 32768")
+    told.add_argument("--train", type=int, nargs="*", help="lengths of a training step; default 2048")
+    told.add_argument("--stream", type=int, nargs="*", default=[], help="endless generation, e.g. 50000; default none")
+    options = told.parse_args()
+    defaults = {"prefill": [1024, 4096, 8192, 16384], "decode": [1024, 8192, 32768], "train": [2048]}
+    quick = {"prefill": [512, 1024], "decode": [1024], "train": [512]}
     for name, value in (quick if options.quick else defaults).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -312,38 +325,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    import transformers
-
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "linbias": linbias.__version__}
-    report: dict[str, Any] = {**versions, "threads": options.threads, "figures": []}
-    if options.output.exists() and not options.again:
-        report["figures"] = earlier(json.loads(options.output.read_text()), report, options.output)
-    for names in wanted(options):
-        known = next((old for old in report["figures"] if names.items() <= old.items()), None)
-        if known is None:
-            found = figure(*names.values(), options.threads)
-            report["figures"].append({**names, **found})
-            write_text(options.output, json.dumps(report, indent=2) + "\n")
-        show(*names.values(), known or found)
-
-
-def wanted(options: argparse.Namespace) -> list[dict[str, Any]]:
-    return [
-        {"work": work, "family": family, "kind": kind, "tokens": tokens}
-        for work, sizes in plan(options)
-        for family in options.families
-        for tokens in sizes
-        for kind in rows_of(work, family)
-        if kind in (options.kinds or [kind])
-    ]
-
-
-def earlier(old: dict[str, Any], new: dict[str, Any], path: Path) -> list[dict[str, Any]]:
-    """The figures of an interrupted run, but for those that could not be had."""
-    differ = [name for name in new if name != "figures" and old.get(name) != new[name]]
-    if differ:
-        raise SystemExit(f"{path} was made with another {', '.join(differ)}: --again replaces it, --output keeps it")
-    return [figure for figure in old["figures"] if "not_run" not in figure]
+    carry_out("models", lambda record: plan(options), options, gist)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and a picture of a report of models.py: ``python -m benchmarks.models_page [REPORT] [--picture FILE]``."""
+"""Tables and a picture of a record of models.py: ``python -m benchmarks.models_page [RECORD] [--picture FILE]``."""
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import load, markdown
 from benchmarks.models import OURS, PATCHED
 from linbias.lab.plots import INK, label, log_lengths, log_values, new_figure, to_png
-from linbias.lab.storage import write_atomically
+from linbias.lab.storage import write_bytes
 
 Figures = list[dict[str, Any]]
 
@@ -20,14 +20,15 @@ LINES = {PATCHED: "-", OURS: ":", "eager": "--", "sdpa": "-."}
 
 def table(figures: Figures, work: str, cell: Callable[[dict[str, Any]], str]) -> str:
     """Markdown: a row each model and kind, a column each length."""
-    chosen = [figure for figure in figures if figure["work"] == work]
-    lengths = sorted({figure["tokens"] for figure in chosen})
-    lines = ["| | " + " | ".join(f"{length:,}" for length in lengths) + " |", "|---" * (len(lengths) + 1) + "|"]
-    for family, kind in dict.fromkeys((figure["family"], figure["kind"]) for figure in chosen):
-        row = {figure["tokens"]: figure for figure in chosen if (figure["family"], figure["kind"]) == (family, kind)}
-        cells = [cell(row[length]) if length in row and "not_run" not in row[length] else "" for length in lengths]
-        lines.append(f"| {NAMES[family]}, {kind} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return markdown(
+        {
+            (f"{NAMES[figure['family']]}, {figure['kind']}", figure["tokens"]): cell(figure)
+            if "why" not in figure
+            else ""
+            for figure in figures
+            if figure["work"] == work
+        }
+    )
 
 
 def time_and_memory(figure: dict[str, Any]) -> str:
@@ -72,13 +73,13 @@ def draw(figures: Figures) -> bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("report", nargs="?", type=Path, default=Path("benchmarks/results/models.json"))
+    parser.add_argument("record", nargs="?", type=Path, default=Path("benchmarks/results/models.json"))
     parser.add_argument("--picture", type=Path, default=Path("benchmarks/results/models.png"))
     options = parser.parse_args()
-    figures = json.loads(options.report.read_text())["figures"]
+    figures = load(options.record).having("work")
     print(table(figures, "prefill", time_and_memory), table(figures, "decode", speed), sep="\n\n", end="\n\n")
     print(table(figures, "train", time_and_memory))
-    write_atomically(options.picture, lambda path: path.write_bytes(draw(figures)))
+    write_bytes(options.picture, draw(figures))
 
 
 if __name__ == "__main__":

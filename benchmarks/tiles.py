@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How close the ledgers come to the fewest tiles possible: ``python benchmarks/tiles.py [--steps 150]``.
+"""How close the ledgers come to the fewest tiles possible: ``python -m benchmarks.tiles [--steps 150]``.
 
 For each strip of 64 rows and block of 64 keys, at the default tolerance, causal. "fewest" knows the true weights, in
 float64: for each row alone it skips the smallest blocks that fit the tolerance, and a strip visits what the row that
@@ -10,32 +10,29 @@ small decoder that the lab trains here for ``--steps`` updates, on text it has n
 """
 
 import argparse
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from linbias.backends import reference
-from linbias.backends._tiled_call import Call
-from linbias.backends.tiled import Plan
-from linbias.lab.bench.inputs import SINK, Content, normal, trained
+from benchmarks.inputs import trained, with_sink
+from linbias import alibi_attention_weights
+from linbias.backends import tiled
+from linbias.backends.tiled.tile import Call
+from linbias.lab.bench.race import Content, normal
 from linbias.lab.config import ModelConfig
-from linbias.prepare import Request, prepare
-from linbias.semantics.problem import Operands, Problem
+from linbias.prepare import prepare
 
 TILE = 64
 
 
 def shares(content: Content) -> tuple[float, float, float]:
     """Visited by ours, by a ledger of true weights, and fewest possible, as shares of the visible tiles."""
-    query, key, value, slopes = content.query, content.key, content.value, content.slopes
-    problem, operands = prepare(query, key, value, slopes, Request(causal=True))
-    ours = Plan.of_forward(Call.of(problem, operands)).visits.table.sum()
+    problem, operands = prepare(*content.qkv, content.slopes, {"causal": True})
+    ours = tiled.visits_of(Call.of(problem, operands)).table.sum()
     blocks = -(-problem.keys // TILE)
     exact_ledger = fewest = visible = 0
-    wide = prepare(query.double(), key.double(), value.double(), slopes.double(), Request(causal=True))
     for head in range(problem.heads):
-        weights = _of_head(wide, head)
+        weights = _of_head(content, head)
         for first in range(0, problem.queries, TILE):
             rows = weights[first : first + TILE]
             missing = blocks * TILE - problem.keys
@@ -51,18 +48,11 @@ def shares(content: Content) -> tuple[float, float, float]:
     return float(ours) / visible, exact_ledger / visible, fewest / visible
 
 
-def _of_head(call: tuple[Problem, Operands], head: int) -> Tensor:
+def _of_head(content: Content, head: int) -> Tensor:
     """(T, S) float64 weights of one head: all heads at once would not fit."""
-    problem, operands = call
     one = slice(head, head + 1)
-    single = replace(
-        operands,
-        query=operands.query[:, one],
-        key=operands.key[:, one],
-        value=operands.value[:, one],
-        slopes=operands.slopes[:, one],
-    )
-    return reference.weights(Problem.of(single, problem.options), single)[0, 0]
+    query, key = content.query[:, one].double(), content.key[:, one].double()
+    return alibi_attention_weights(query, key, content.slopes[one].double(), causal=True)[0, 0]
 
 
 def main() -> None:
@@ -75,7 +65,7 @@ def main() -> None:
     print("share of the visible 64 x 64 tiles that are visited")
     print(f"{'inputs':34}{'ours':>8}{'exact ledger':>14}{'fewest':>8}{'ours / fewest':>15}")
     for length in options.lengths:
-        inputs = [normal(length), normal(length, sink=SINK)]
+        inputs = [normal(length), with_sink(length)]
         if options.steps and length == options.lengths[-1]:
             inputs += trained(ModelConfig(layers=3), options.steps, length)
         for content in inputs:

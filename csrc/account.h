@@ -5,11 +5,10 @@
 //     spent_i + exp(u - m d - lse_i) * gamma * (1 + m d_max)              <= tolerance,
 // and for the keys of the node, with e_i = exp(u - m d - lse_i) * (1 + m d_max),
 //     charged_J + sum of e_i over the rows of the strip                   <= tolerance.
-// The factor 1 + m d_max is there only when slopes get a gradient; in it m is the size of the larger slope, and a slope of
-// 0 counts as 1, since its gradient is a sum over distances all the same. docs/proof.md derives what follows.
+// The factor 1 + m d_max is there only when slopes get a gradient; in it m is the size of the larger slope, and a slope
+// of 0 counts as 1, since its gradient is a sum over distances all the same. docs/proof.md derives what follows.
 #pragma once
 
-#include "frontier.h"
 #include "ledger.h"
 
 namespace linbias::LINBIAS_VARIANT {
@@ -49,8 +48,8 @@ class KeyAccount {
   Buffer<C> own_, peak_;
 };
 
-// 1 + m d_max of rows with these slopes, m the larger of their sizes: a negative slope's gradient is a sum over distances
-// like any other, and no charge may be negative.
+// 1 + m d_max of rows with these slopes, m the larger of their sizes: a negative slope's gradient is a sum over
+// distances like any other, and no charge may be negative.
 template <class V>
 LINBIAS_INLINE V distance_factor(V past, V future, V most) {
   past = past < 0 ? -past : past, future = future < 0 ? -future : future;
@@ -58,14 +57,15 @@ LINBIAS_INLINE V distance_factor(V past, V future, V most) {
   return 1 + (steepest == 0 ? V{} + 1 : steepest) * most;
 }
 
-// The rows' side, for one row tile.
+// The account of one row tile, and of the keys for all row tiles of its head so far.
 template <class C>
-struct RowAccount : JudgedRows<C> {
+struct Account : JudgedRows<C> {
   using Base = JudgedRows<C>;
   using Base::at, Base::N, Base::looking, Base::judging, Base::past, Base::future, Base::position;
 
   alignas(64) C spent[N];  // bound of the skipped share
   alignas(64) C lse[N];
+  KeyAccount<C> keys;
   bool farther = false;  // slopes get a gradient: shares count 1 + m d_max times
   C tolerance = 0;       // of a row
   C key_tolerance = 0;   // of a key, among the rows that share an account
@@ -81,84 +81,66 @@ struct RowAccount : JudgedRows<C> {
     for (int row = 0; row < rows.rows; ++row) lse[at(row)] = row_lse[row];
   }
 
-  // Of the strips in `mask`, those that may skip the node; their rows and its keys are charged.
-  uint32_t judge(const RowTile<C>& rows, KeyAccount<C>& keys, const KeySpan& span, const Node<C>& node, C rho) {
+  // Of the strips in the node's mask, those that may skip its keys; their rows and its keys are charged.
+  uint32_t judge(const RowTile<C>& rows, const KeySpan& span, const Node<C>& node, C rho) {
     const typename Base::Place place = Base::place(rows, span, node.distance);
-    alignas(64) C total[N], shares[kStrips];
-    alignas(64) typename Simd<C>::Int fits[kStrips];
-    for (int v = 0; v < kStrips; v += kLanes<C>) {
-      Mask<C> ok = ~Mask<C>{};
-      Vec<C> sum = {};
-      for (int r = 0; r < kStrip; ++r) {
-        const int i = r * kStrips + v;
-        const typename Base::Reach to = this->reach(i, place, rho);
-        Vec<C> share = exp_held<C>(to.score - load<C>(lse + i) + C(4e-6));
-        if (farther) {
-          const Vec<C> p = load<C>(position + i);
-          const Vec<C> most = place.distinct ? max_keep<C>(absolute<C>(p - place.low), absolute<C>(p - place.high))
-                                             : splat<C>(kInf<C>);
-          share *= distance_factor(load<C>(past + i), load<C>(future + i), most);
-        }
-        const Vec<C> many = (to.past | to.future) ? ranks(to.slope, node.level) : splat<C>(count(node.level));
-        const Vec<C> row_total = load<C>(spent + i) + share * many;
-        store<C>(total + i, row_total);
-        ok &= row_total <= splat<C>(tolerance);
-        sum += share;
+    const Vec<C> n = splat<C>(C(Bounds<C>::keys_of(node.level)));
+    alignas(64) C total[N], share[N];
+    const uint32_t fit = node.mask & Base::strips_where([&](int i) __attribute__((always_inline)) -> Mask<C> {
+      const typename Base::Reach to = this->reach(i, place, rho);
+      Vec<C> one = exp_held<C>(to.score - load<C>(lse + i) + C(4e-6));
+      if (farther) {
+        const Vec<C> p = load<C>(position + i);
+        const Vec<C> most = place.distinct ? max_keep<C>(absolute<C>(p - place.low), absolute<C>(p - place.high))
+                                           : splat<C>(kInf<C>);
+        one *= distance_factor(load<C>(past + i), load<C>(future + i), most);
       }
-      store<C>(shares + v, sum);
-      std::memcpy(fits + v, &ok, sizeof ok);
+      const Vec<C> sum = load<C>(spent + i) + one * ((to.past | to.future) ? ranks(to.slope, n) : n);
+      store<C>(share + i, one), store<C>(total + i, sum);
+      return sum <= splat<C>(tolerance);
+    });
+    uint32_t skip = 0;
+    C charge = 0;
+    const C left = key_tolerance - keys.charged(node.level, node.index);
+    for (int s = 0; s < kStrips; ++s) {
+      if (!(fit >> s & 1)) continue;
+      C more = 0;
+      for (int r = 0; r < kStrip; ++r) more += share[r * kStrips + s];
+      if (!(charge + more <= left)) continue;
+      charge += more;
+      skip |= uint32_t(1) << s;
+      for (int r = 0; r < kStrip; ++r) spent[r * kStrips + s] = total[r * kStrips + s];
     }
-    return settle(keys, node, fits, shares, total);
+    if (skip) keys.charge(node.level, node.index, charge);
+    return skip;
   }
 
-  // The second look at one strip: `peak[r]` is the largest score of row r among `count` keys, `most[r]` at least
-  // 1 + m d_max. Charges and returns true if the strip may leave them out.
-  bool settle_computed(KeyAccount<C>& keys, int64_t tile, int s, int strip_rows, const C* peak, const C* most,
-                       int count) {
+  // The second look at one strip: `peak[r]` is the largest score - lse of row r among `count` keys of the tile,
+  // `most[r]` at least 1 + m d_max. Charges and returns true if the strip may leave them out.
+  template <class HasNan>
+  bool settle_computed(int64_t tile, int s, int strip_rows, const C* peak, const C* most, int count,
+                       const HasNan& has_nan) {
     C total[kStrip], share_sum = 0;
     for (int r = 0; r < strip_rows; ++r) {
       const int i = r * kStrips + s;
-      const C x = peak[r] - lse[i];
-      if (!(x < C(-1))) return false;  // spares the exponential
-      const C share = std::exp(x) * most[r] * C(1 + 1e-5);
+      if (!(peak[r] < C(-1))) return false;  // spares the exponential
+      const C share = std::exp(peak[r]) * most[r] * C(1 + 1e-5);
       total[r] = spent[i] + share * C(count);
       share_sum += share;
       if (!(total[r] <= tolerance)) return false;
     }
-    if (!(keys.charged(0, tile) + share_sum <= key_tolerance)) return false;
+    if (!(keys.charged(0, tile) + share_sum <= key_tolerance) || has_nan()) return false;
     keys.charge(0, tile, share_sum);
     for (int r = 0; r < strip_rows; ++r) spent[r * kStrips + s] = total[r];
     return true;
   }
 
  private:
-  static C count(int level) {
-    C n = kTile;
-    for (; level > 0; --level) n *= kFan;
-    return n;
-  }
-
   // gamma: no more than n keys, nor than an endless geometric tail.
-  static Vec<C> ranks(Vec<C> slope, int level) {
-    const Vec<C> n = splat<C>(count(level));
+  static Vec<C> ranks(Vec<C> slope, Vec<C> n) {
     // 1 / (1 - e^-m) <= 1 + 1 / m.
     const Vec<C> tail = (C(1) + C(1) / slope) * C(1 + 1e-5);
     return ((slope > C(0)) & (tail < n)) ? tail : n;
-  }
-
-  uint32_t settle(KeyAccount<C>& keys, const Node<C>& node, const typename Simd<C>::Int* fits, const C* shares,
-                  const C* total) {
-    uint32_t skip = 0;
-    C sum = 0;
-    const C left = key_tolerance - keys.charged(node.level, node.index);
-    for (int s = 0; s < kStrips; ++s) {
-      if (!(node.mask >> s & 1) || !fits[s] || !(sum + shares[s] <= left)) continue;
-      sum += shares[s];
-      skip |= uint32_t(1) << s;
-      for (int r = 0; r < kStrip; ++r) spent[r * kStrips + s] = total[r * kStrips + s];
-    }
-    if (skip) keys.charge(node.level, node.index, sum);
-    return skip;
   }
 };
 

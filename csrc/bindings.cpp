@@ -1,85 +1,157 @@
 // SPDX-License-Identifier: Apache-2.0
-// The door from Python: checks shapes, turns tensors' addresses into a Call, releases the GIL, forwards.
+// The door from Python: finds the fields of the named tuples of linbias.semantics.problem by their names, checks shapes
+// and dtypes, turns tensors into a Call, releases the GIL, forwards.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
 #include <string>
 
 #include "call.h"
-#include "dispatch.h"
+#include "dlpack.h"
 
 namespace nb = nanobind;
 
 namespace linbias {
 namespace {
 
-// A tensor as native.py hands it over: (address, shape, strides in elements); None where the call has none.
-constexpr int kMostDims = 4;
+// A field of a named tuple; its place is looked up once, by `bind`.
+struct Field {
+  const char* name;
+  Py_ssize_t place = -1;
+
+  nb::handle of(nb::handle tuple) const { return PyTuple_GetItem(tuple.ptr(), place); }
+};
+
+struct {
+  Field query{"query"}, key{"key"}, value{"value"}, slopes{"slopes"}, future_slopes{"future_slopes"};
+  Field query_positions{"query_positions"}, key_positions{"key_positions"};
+  Field query_segments{"query_segments"}, key_segments{"key_segments"};
+  Field key_mask{"key_mask"}, attn_mask{"attn_mask"}, key_ranks{"key_ranks"};
+  Field query_unbiased{"query_unbiased"}, key_unbiased{"key_unbiased"}, bound_norms{"bound_norms"}, seed{"seed"};
+} operand;
+struct {
+  Field causal{"causal"}, left{"left"}, right{"right"}, sinks{"sinks"}, prefix{"prefix"}, metric{"metric"};
+  Field scale{"scale"}, softcap{"softcap"}, dropout_p{"dropout_p"}, tolerance{"tolerance"};
+  Field bounds_block{"bounds_block"};
+} option;
+struct {
+  Field out{"out"}, lse{"lse"}, lse_low{"lse_low"}, skipped{"skipped"}, computed{"computed"};
+} result;
+struct {
+  Field query{"query"}, key{"key"}, value{"value"}, slopes{"slopes"}, future_slopes{"future_slopes"};
+} gradient;
+
+const dlpack::ExchangeTable* table = nullptr;
+
+template <class Fields>
+void find_fields(Fields& fields, const nb::tuple& names, nb::list& found) {
+  Field* field = reinterpret_cast<Field*>(&fields);
+  for (std::size_t i = 0; i < sizeof(Fields) / sizeof(Field); ++i, ++field) {
+    field->place = -1;
+    for (std::size_t at = 0; at < names.size(); ++at)
+      if (nb::cast<std::string>(names[at]) == field->name) field->place = Py_ssize_t(at);
+    if (field->place < 0) throw nb::key_error(field->name);
+    found.append(field->name);
+  }
+}
+
+// The names of Operands, Options, Result and Gradients; returns those that are read. A field of another name is never
+// looked at: native.py leaves calls that use one to other backends.
+nb::list bind(nb::capsule exchange, const nb::tuple& operands, const nb::tuple& options, const nb::tuple& results,
+              const nb::tuple& gradients) {
+  nb::list found;
+  find_fields(operand, operands, found), find_fields(option, options, found);
+  find_fields(result, results, found), find_fields(gradient, gradients, found);
+  const auto* given = static_cast<const dlpack::ExchangeTable*>(exchange.data());
+  if (given->version.major != 1 || !given->view) throw nb::value_error("needs the exchange table of DLPack 1");
+  table = given;
+  return found;
+}
+
+dlpack::Tensor view(nb::handle tensor) {
+  dlpack::Tensor seen;
+  if (table->view(tensor.ptr(), &seen) != 0) throw nb::python_error();
+  // An empty tensor has no address, yet it is there.
+  char* start = seen.data ? static_cast<char*>(seen.data) : reinterpret_cast<char*>(std::uintptr_t(64));
+  seen.data = start + seen.byte_offset;
+  return seen;
+}
+
+[[noreturn]] void refuse(const char* name, const std::string& why) {
+  throw nb::value_error((std::string(name) + " " + why).c_str());
+}
 
 template <class X>
-void read_array(nb::handle source, const char* name, int dims, const int64_t* expected, Array<X>& out) {
-  if (source.is_none()) return;
-  const nb::tuple parts = nb::cast<nb::tuple>(source);
-  const nb::tuple shape = nb::cast<nb::tuple>(parts[1]), stride = nb::cast<nb::tuple>(parts[2]);
-  if (static_cast<int>(shape.size()) != dims)
-    throw nb::value_error((std::string(name) + " must have " + std::to_string(dims) + " dimensions, got " +
-                           std::to_string(shape.size()))
-                              .c_str());
+void read(nb::handle from, const char* name, dlpack::DType dtype, int dims, const int64_t* shape, Array<X>& out) {
+  if (from.is_none()) return;
+  const dlpack::Tensor tensor = view(from);
+  if (tensor.dtype.code != dtype.code || tensor.dtype.bits != dtype.bits || tensor.device.type != dlpack::cpu)
+    refuse(name, "must have the dtype that native.py promises, on the CPU");
+  if (tensor.ndim != dims)
+    refuse(name, "must have " + std::to_string(dims) + " dimensions, got " + std::to_string(tensor.ndim));
   for (int d = 0; d < dims; ++d) {
-    const int64_t size = nb::cast<int64_t>(shape[d]);
-    if (size != expected[d] && size != 1)
-      throw nb::value_error((std::string(name) + " must have size 1 or " + std::to_string(expected[d]) +
-                             " in dimension " + std::to_string(d) + ", got " + std::to_string(size))
-                                .c_str());
-    out.stride[d] = size == 1 ? 0 : nb::cast<int64_t>(stride[d]);
+    if (tensor.shape[d] != shape[d] && tensor.shape[d] != 1)
+      refuse(name, "must have size 1 or " + std::to_string(shape[d]) + " in dimension " + std::to_string(d) + ", got " +
+                       std::to_string(tensor.shape[d]));
+    out.stride[d] = tensor.shape[d] == 1 ? 0 : tensor.strides[d];
   }
-  const auto address = nb::cast<std::uintptr_t>(parts[0]);
-  // An empty tensor has no address, yet it is there.
-  out.data = reinterpret_cast<const X*>(address ? address : std::uintptr_t(64));
+  out.data = static_cast<const X*>(tensor.data);
+}
+
+constexpr dlpack::DType integers{dlpack::integer, 64, 1}, booleans{dlpack::boolean, 8, 1};
+
+// The accumulating dtype.
+dlpack::DType sums_of(const Call& call) {
+  return {dlpack::floating, std::uint8_t(call.dtype == DType::f64 ? 64 : 32), 1};
+}
+
+DType dtype_of(const dlpack::DType& dtype) {
+  if (dtype.code == dlpack::bfloat) return DType::bf16;
+  return dtype.bits == 64 ? DType::f64 : dtype.bits == 32 ? DType::f32 : DType::f16;
 }
 
 int64_t limit(nb::handle value) { return value.is_none() ? kUnlimited : nb::cast<int64_t>(value); }
 
-// Fields of linbias.problem.Operands; the centroids and radii of bounds are not used.
-constexpr int kQuery = 0, kKey = 1, kValue = 2, kSlopes = 3, kFutureSlopes = 4, kQueryPositions = 5, kKeyPositions = 6,
-    kQuerySegments = 7, kKeySegments = 8, kKeyMask = 9, kAttnMask = 10, kKeyRanks = 11, kQueryUnbiased = 12,
-    kKeyUnbiased = 13, kBoundNorms = 14, kSeed = 17;
-
-int64_t size_of(const nb::tuple& operands, int field, int dim) {
-  return nb::cast<int64_t>(nb::cast<nb::tuple>(operands[field][1])[dim]);
+void read_options(nb::handle options, Call& call) {
+  call.causal = nb::cast<bool>(option.causal.of(options));
+  call.left = limit(option.left.of(options));
+  call.right = limit(option.right.of(options));
+  call.sinks = nb::cast<int64_t>(option.sinks.of(options));
+  call.prefix = nb::cast<int64_t>(option.prefix.of(options));
+  if (const nb::handle metric = option.metric.of(options); !metric.is_none())
+    call.metric = nb::cast<std::string>(metric) == "euclidean" ? Metric::euclidean : Metric::manhattan;
+  call.scale = nb::cast<double>(option.scale.of(options));
+  const nb::handle softcap = option.softcap.of(options);
+  call.has_softcap = !softcap.is_none();
+  if (call.has_softcap) call.softcap = nb::cast<double>(softcap);
+  call.dropout_p = nb::cast<double>(option.dropout_p.of(options));
+  call.tolerance = nb::cast<double>(option.tolerance.of(options));
+  call.bounds_block = nb::cast<int64_t>(option.bounds_block.of(options));
 }
 
-void read_sizes(const nb::tuple& operands, Call& call) {
-  call.B = size_of(operands, kQuery, 0), call.H = size_of(operands, kQuery, 1);
-  call.T = size_of(operands, kQuery, 2), call.D = size_of(operands, kQuery, 3);
-  call.G = size_of(operands, kValue, 1), call.S = size_of(operands, kValue, 2), call.V = size_of(operands, kValue, 3);
-  if (call.metric != Metric::none && !operands[kKeyPositions].is_none()) call.C = size_of(operands, kKeyPositions, 2);
-}
-
-void read_operands(const nb::tuple& operands, Call& call) {
+void read_optional(nb::handle operands, Call& call) {
   const int64_t B = call.B, T = call.T, S = call.S, C = call.C;
-  const int place = C > 0 ? 3 : 2;
   const int64_t blocks = call.bounds_block > 0 ? (S + call.bounds_block - 1) / call.bounds_block : 0;
-  const int64_t query[] = {B, call.H, T, call.D}, key[] = {B, call.G, S, call.D}, value[] = {B, call.G, S, call.V};
-  const int64_t slopes[] = {B, call.H}, query_place[] = {B, T, C}, key_place[] = {B, S, C};
+  const int64_t slopes[] = {B, call.H}, queries[] = {B, T, C}, keys[] = {B, S, C};
   const int64_t pairs[] = {B, call.H, T, S}, norms[] = {B, call.G, blocks};
-  read_array(operands[kQuery], "query", 4, query, call.query);
-  read_array(operands[kKey], "key", 4, key, call.key);
-  read_array(operands[kValue], "value", 4, value, call.value);
-  read_array(operands[kSlopes], "slopes", 2, slopes, call.slopes);
-  read_array(operands[kFutureSlopes], "future_slopes", 2, slopes, call.future_slopes);
-  read_array(operands[kQueryPositions], "query_positions", place, query_place, call.query_positions);
-  read_array(operands[kKeyPositions], "key_positions", place, key_place, call.key_positions);
-  read_array(operands[kQuerySegments], "query_segments", 2, query_place, call.query_segments);
-  read_array(operands[kKeySegments], "key_segments", 2, key_place, call.key_segments);
-  read_array(operands[kKeyMask], "key_mask", 2, key_place, call.key_mask);
-  read_array(operands[kAttnMask], "attn_mask", 4, pairs, call.attn_mask);
-  read_array(operands[kKeyRanks], "key_ranks", 2, key_place, call.key_ranks);
-  read_array(operands[kQueryUnbiased], "query_unbiased", 2, query_place, call.query_unbiased);
-  read_array(operands[kKeyUnbiased], "key_unbiased", 2, key_place, call.key_unbiased);
-  read_array(operands[kBoundNorms], "bound_norms", 3, norms, call.bound_norms);
+  const dlpack::DType sums = sums_of(call), places = call.metric == Metric::none ? integers : sums;
+  const int place_dims = call.metric == Metric::none ? 2 : 3;
+  const auto field = [&](const Field& f, dlpack::DType dtype, int dims, const int64_t* shape, auto& out) {
+    read(f.of(operands), f.name, dtype, dims, shape, out);
+  };
+  field(operand.future_slopes, sums, 2, slopes, call.future_slopes);
+  field(operand.query_positions, places, place_dims, queries, call.query_positions);
+  field(operand.key_positions, places, place_dims, keys, call.key_positions);
+  field(operand.query_segments, integers, 2, queries, call.query_segments);
+  field(operand.key_segments, integers, 2, keys, call.key_segments);
+  field(operand.key_mask, booleans, 2, keys, call.key_mask);
+  field(operand.attn_mask, booleans, 4, pairs, call.attn_mask);
+  field(operand.key_ranks, integers, 2, keys, call.key_ranks);
+  field(operand.query_unbiased, booleans, 2, queries, call.query_unbiased);
+  field(operand.key_unbiased, booleans, 2, keys, call.key_unbiased);
+  field(operand.bound_norms, sums, 3, norms, call.bound_norms);
   Array<int64_t> seed;
-  read_array(operands[kSeed], "seed", 0, nullptr, seed);
+  field(operand.seed, integers, 0, nullptr, seed);
   call.seed = seed.data;
 }
 
@@ -91,88 +163,79 @@ void check(const Call& call) {
   if (call.dropout_p > 0 && !call.seed) throw nb::value_error("dropout needs a seed");
 }
 
-Metric metric_named(nb::handle name) {
-  if (name.is_none()) return Metric::none;
-  return nb::cast<std::string>(name) == "euclidean" ? Metric::euclidean : Metric::manhattan;
-}
-
-// environment: dtype, threads, variant; options: linbias.problem.Options.
-Call read_call(const nb::tuple& environment, const nb::tuple& options, const nb::tuple& operands) {
-  Call call;
-  call.dtype = static_cast<DType>(nb::cast<int>(environment[0]));
-  call.threads = nb::cast<int>(environment[1]);
-  call.causal = nb::cast<bool>(options[0]);
-  call.left = limit(options[1]);
-  call.right = limit(options[2]);
-  call.sinks = nb::cast<int64_t>(options[3]);
-  call.prefix = nb::cast<int64_t>(options[4]);
-  call.metric = metric_named(options[5]);
-  call.scale = nb::cast<double>(options[6]);
-  call.has_softcap = !options[7].is_none();
-  if (call.has_softcap) call.softcap = nb::cast<double>(options[7]);
-  call.dropout_p = nb::cast<double>(options[8]);
-  call.tolerance = nb::cast<double>(options[9]);
-  call.bounds_block = nb::cast<int64_t>(options[10]);
-  read_sizes(operands, call);
-  read_operands(operands, call);
+// Returns the dtype of the elements.
+dlpack::DType read_call(nb::handle operands, nb::handle options, int threads, Call& call) {
+  if (!table) throw nb::value_error("`bind` comes first");
+  const dlpack::Tensor query = view(operand.query.of(operands)), value = view(operand.value.of(operands));
+  if (query.ndim != 4 || value.ndim != 4) throw nb::value_error("query and value must have 4 dimensions");
+  call.dtype = dtype_of(query.dtype);
+  call.threads = threads;
+  call.B = query.shape[0], call.H = query.shape[1], call.T = query.shape[2], call.D = query.shape[3];
+  call.G = value.shape[1], call.S = value.shape[2], call.V = value.shape[3];
+  const int64_t keys[] = {call.B, call.G, call.S, call.D}, slopes[] = {call.B, call.H};
+  read(operand.query.of(operands), "query", query.dtype, 4, query.shape, call.query);
+  read(operand.key.of(operands), "key", query.dtype, 4, keys, call.key);
+  read(operand.value.of(operands), "value", query.dtype, 4, value.shape, call.value);
+  read(operand.slopes.of(operands), "slopes", sums_of(call), 2, slopes, call.slopes);
+  read_options(options, call);
+  const nb::handle places = operand.key_positions.of(operands);
+  if (call.metric != Metric::none && !places.is_none()) call.C = view(places).shape[2];
+  read_optional(operands, call);
   check(call);
-  return call;
+  return query.dtype;
 }
 
-const Kernels& kernels_of(const nb::tuple& environment) {
-  const std::string variant = nb::cast<std::string>(environment[2]);
-  if (variant.empty()) return best_kernels();
-  if (const Kernels* kernels = find_kernels(variant.c_str())) return *kernels;
-  throw nb::value_error(("no kernels named '" + variant + "' run on this machine").c_str());
+const Kernels& kernels_of(const char* variant) {
+  if (*variant == 0) return best_kernels();
+  if (const Kernels* kernels = find_kernels(variant)) return *kernels;
+  throw nb::value_error(("no kernels named '" + std::string(variant) + "' run on this machine").c_str());
 }
 
-void* address(nb::handle value) {
-  return value.is_none() ? nullptr : reinterpret_cast<void*>(nb::cast<std::uintptr_t>(value));
-}
+void* address(nb::handle tensor) { return tensor.is_none() ? nullptr : view(tensor).data; }
 
-// results: addresses of out, lse, skipped, computed.
-void forward(const nb::tuple& environment, const nb::tuple& options, const nb::tuple& operands,
-             const nb::tuple& results) {
-  const Kernels& kernels = kernels_of(environment);
-  const Call call = read_call(environment, options, operands);
-  const ForwardResult result{address(results[0]), address(results[1]), address(results[2]),
-                             static_cast<int64_t*>(address(results[3]))};
+// results: a Result of contiguous tensors to fill.
+void forward(const nb::tuple& operands, const nb::tuple& options, const nb::tuple& results, int threads,
+             const char* variant) {
+  const Kernels& kernels = kernels_of(variant);
+  Call call;
+  read_call(operands, options, threads, call);
+  const ForwardResult into{address(result.out.of(results)), address(result.lse.of(results)),
+                           address(result.lse_low.of(results)), address(result.skipped.of(results)),
+                           static_cast<int64_t*>(address(result.computed.of(results)))};
   nb::gil_scoped_release release;
-  kernels.forward(call, result);
+  kernels.forward(call, into);
 }
 
-// saved: views of out, grad_out, lse, grad_lse; results: addresses of the gradients of query, key, value, slopes and
-// future slopes, None where not wanted.
-void backward(const nb::tuple& environment, const nb::tuple& options, const nb::tuple& operands,
-              const nb::tuple& saved, const nb::tuple& results) {
-  const Kernels& kernels = kernels_of(environment);
-  const Call call = read_call(environment, options, operands);
+// gradients: Gradients of contiguous tensors to fill, None where not wanted; those of slopes are (B, H).
+void backward(const nb::tuple& operands, const nb::tuple& options, nb::handle out, nb::handle lse, nb::handle lse_low,
+              nb::handle grad_out, nb::handle grad_lse, const nb::tuple& gradients, int threads, const char* variant) {
+  const Kernels& kernels = kernels_of(variant);
+  Call call;
+  const dlpack::DType elements = read_call(operands, options, threads, call), sums = sums_of(call);
   const int64_t rows[] = {call.B, call.H, call.T, call.V};
   BackwardCall back;
-  read_array(saved[0], "out", 4, rows, back.out);
-  read_array(saved[1], "grad_out", 4, rows, back.grad_out);
-  read_array(saved[2], "lse", 3, rows, back.lse);
-  read_array(saved[3], "grad_lse", 3, rows, back.grad_lse);
-  back.grad_query = address(results[0]);
-  back.grad_key = address(results[1]);
-  back.grad_value = address(results[2]);
-  back.grad_slopes = address(results[3]);
-  back.grad_future_slopes = address(results[4]);
+  read(out, "out", elements, 4, rows, back.out);
+  read(grad_out, "grad_out", elements, 4, rows, back.grad_out);
+  read(lse, "lse", sums, 3, rows, back.lse);
+  read(lse_low, "lse_low", sums, 3, rows, back.lse_low);
+  read(grad_lse, "grad_lse", sums, 3, rows, back.grad_lse);
+  back.grad_query = address(gradient.query.of(gradients));
+  back.grad_key = address(gradient.key.of(gradients));
+  back.grad_value = address(gradient.value.of(gradients));
+  back.grad_slopes = address(gradient.slopes.of(gradients));
+  back.grad_future_slopes = address(gradient.future_slopes.of(gradients));
   nb::gil_scoped_release release;
   kernels.backward(call, back);
 }
-
-bool has_variant(const char* name) { return find_kernels(name) != nullptr; }
 
 }  // namespace
 }  // namespace linbias
 
 NB_MODULE(_native, m) {
-  m.def("forward", &linbias::forward, nb::arg("environment"), nb::arg("options"), nb::arg("operands"), nb::arg("results"));
-  m.def("backward", &linbias::backward, nb::arg("environment"), nb::arg("options"), nb::arg("operands"),
-        nb::arg("saved"), nb::arg("results"));
-  m.def("has_variant", &linbias::has_variant, nb::arg("name"));
-  // What backends/native.py must agree with: raised whenever the order or meaning of an argument changes.
-  m.attr("interface") = 2;
+  m.def("bind", &linbias::bind);
+  m.def("forward", &linbias::forward);
+  m.def("backward", &linbias::backward, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
+        nb::arg().none(), nb::arg(), nb::arg(), nb::arg());
+  m.def("has_variant", [](const char* name) { return linbias::find_kernels(name) != nullptr; });
   m.def("variant", [] { return std::string(linbias::best_kernels().name); });
 }

@@ -48,7 +48,7 @@ struct Array<void> {
   }
 };
 
-// The tensors and numbers of linbias.problem.Operands and Options.
+// The tensors and numbers of linbias.semantics.problem.Operands and Options.
 struct Call {
   DType dtype = DType::f32;
   int64_t B = 0, H = 0, G = 0, T = 0, S = 0, D = 0, V = 0, C = 0;
@@ -83,6 +83,7 @@ struct Call {
 struct ForwardResult {
   void* out = nullptr;          // (B, H, T, V), dtype
   void* lse = nullptr;          // (B, H, T), accumulating dtype
+  void* lse_low = nullptr;      // (B, H, T), accumulating dtype: what rounding takes from lse
   void* skipped = nullptr;      // (B, H, T), accumulating dtype
   int64_t* computed = nullptr;  // (B, H)
 };
@@ -90,7 +91,7 @@ struct ForwardResult {
 // What backward reads beside the call, and what it writes; a null gradient was not asked for. Contiguous results.
 struct BackwardCall {
   Array<void> out, grad_out;   // (B, H, T, V), dtype; grad_out null: zero
-  Array<void> lse, grad_lse;   // (B, H, T), accumulating dtype; grad_lse null: zero
+  Array<void> lse, lse_low, grad_lse;  // (B, H, T), accumulating dtype; grad_lse null: zero
   void* grad_query = nullptr;  // (B, H, T, D), dtype
   void* grad_key = nullptr;    // (B, G, S, D), dtype
   void* grad_value = nullptr;  // (B, G, S, V), dtype
@@ -104,5 +105,9 @@ struct Kernels {
   void (*forward)(const Call&, const ForwardResult&);
   void (*backward)(const Call&, const BackwardCall&);
 };
+
+// The widest that the processor supports; those of that name, or null where not built or not supported.
+const Kernels& best_kernels();
+const Kernels* find_kernels(const char* name);
 
 }  // namespace linbias

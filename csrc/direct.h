@@ -53,18 +53,14 @@ inline void direct_rows(const C* query, int64_t query_row, const C* keys, int64_
     direct_block<C, R, 1>(query, query_row, keys + j * key_row, key_row, D, scores + j, score_row);
 }
 
-// The same for 1 <= rows <= kStrip and any count of keys.
-template <class C, class Ahead>
+// The same for R <= rows <= kStrip and any count of keys.
+template <class C, int R = 1, class Ahead>
 inline void direct_dots(const C* query, int64_t query_row, int rows, const C* keys, int64_t key_row, int count,
                         int64_t D, C* scores, int64_t score_row, const Ahead& ahead) {
-  switch (rows) {
-    case 1: return direct_rows<C, 1>(query, query_row, keys, key_row, count, D, scores, score_row, ahead);
-    case 2: return direct_rows<C, 2>(query, query_row, keys, key_row, count, D, scores, score_row, ahead);
-    case 3: return direct_rows<C, 3>(query, query_row, keys, key_row, count, D, scores, score_row, ahead);
-    case 4: return direct_rows<C, 4>(query, query_row, keys, key_row, count, D, scores, score_row, ahead);
-    case 5: return direct_rows<C, 5>(query, query_row, keys, key_row, count, D, scores, score_row, ahead);
-    default: return direct_rows<C, kStrip>(query, query_row, keys, key_row, count, D, scores, score_row, ahead);
-  }
+  if constexpr (R < kStrip)
+    if (rows > R)
+      return direct_dots<C, R + 1>(query, query_row, rows, keys, key_row, count, D, scores, score_row, ahead);
+  direct_rows<C, R>(query, query_row, keys, key_row, count, D, scores, score_row, ahead);
 }
 
 }  // namespace linbias::LINBIAS_VARIANT

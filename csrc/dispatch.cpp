@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "dispatch.h"
-
 #include <cstring>
 #include <initializer_list>
+
+#include "call.h"
 
 namespace linbias {
 

@@ -42,11 +42,12 @@ LINBIAS_INLINE float widen(float x) { return x; }
 LINBIAS_INLINE double widen(double x) { return x; }
 LINBIAS_INLINE float widen(Bf16 x) { return from_bits(uint32_t(x.bits) << 16); }
 LINBIAS_INLINE float widen(Half x) {
-  // Exponent and mantissa moved into place are the value times 2**-112, subnormals included.
-  uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13;
-  float value = from_bits(magnitude) * from_bits(0x77800000);  // 2**112
-  uint32_t bits = magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : to_bits(value);  // inf and NaN
-  return from_bits(bits | uint32_t(x.bits & 0x8000) << 16);
+  // No number on the way is subnormal, which a mode of the processor would read as 0: a subnormal half is a count of
+  // 2**-24, any other one keeps its mantissa and gets the exponent of a float.
+  const uint32_t magnitude = x.bits & 0x7fff;
+  const uint32_t small = to_bits(float(magnitude) * from_bits(0x33800000));  // 2**-24
+  const uint32_t large = (magnitude << 13) + (magnitude >= 0x7c00 ? 0x70000000 : 0x38000000);  // inf and NaN
+  return from_bits((magnitude < 0x0400 ? small : large) | uint32_t(x.bits & 0x8000) << 16);
 }
 
 LINBIAS_INLINE void narrow(float x, float* out) { *out = x; }
@@ -64,8 +65,9 @@ inline void narrow(float x, Half* out) {
   } else if (magnitude >= 0x477ff000) {
     half = 0x7c00;  // 65520 and above round to infinity
   } else if (magnitude < 0x38800000) {
-    // Below 2**-14 the result is a multiple of 2**-24: adding 0.5 leaves that multiple, rounded, in the low bits.
-    half = to_bits(from_bits(magnitude) + 0.5f) - 0x3f000000;
+    // Below 2**-14 the result is a count of 2**-24.
+    const uint32_t shift = 126 - (magnitude >> 23), mantissa = (magnitude & 0x7fffff) | 0x800000;
+    half = shift > 25 ? 0 : (mantissa + (1u << (shift - 1)) - 1 + (mantissa >> shift & 1)) >> shift;
   } else {
     half = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
   }
@@ -91,16 +93,19 @@ LINBIAS_INLINE Vec<float> load_widened(const Half* p) {
   __m128i half;
   std::memcpy(&half, p, sizeof half);
   return (Vec<float>)_mm256_cvtph_ps(half);
+#elif defined(__AVX512F__) && LINBIAS_VECTOR_BYTES == 64
+  __m256i half;
+  std::memcpy(&half, p, sizeof half);
+  return (Vec<float>)_mm512_maskz_cvtph_ps(0xffff, half);
 #else
   typedef uint16_t U16 __attribute__((vector_size(LINBIAS_VECTOR_BYTES / 2)));
   U16 half;
   std::memcpy(&half, p, sizeof half);
-  Mask<float> bits = __builtin_convertvector(half, Mask<float>);
-  Mask<float> magnitude = (bits & 0x7fff) << 13;
-  Mask<float> scaled = (Mask<float>)((Vec<float>)magnitude * from_bits(0x77800000));
-  Mask<float> special = magnitude >= 0x0f800000;
-  Mask<float> value = (special & (magnitude | 0x7f800000)) | (~special & scaled);
-  return (Vec<float>)(value | (bits & 0x8000) << 16);
+  const Mask<float> bits = __builtin_convertvector(half, Mask<float>), magnitude = bits & 0x7fff;
+  const Mask<float> small = (Mask<float>)(__builtin_convertvector(magnitude, Vec<float>) * from_bits(0x33800000));
+  const Mask<float> large = (magnitude << 13) + 0x38000000 + ((magnitude >= 0x7c00) & 0x38000000);
+  const Mask<float> subnormal = magnitude < 0x0400;
+  return (Vec<float>)((subnormal & small) | (~subnormal & large) | (bits & 0x8000) << 16);
 #endif
 }
 
@@ -123,6 +128,9 @@ template <class C>
 LINBIAS_INLINE void store_narrowed(Half* p, Vec<float> x) {
 #if defined(__F16C__) && LINBIAS_VECTOR_BYTES == 32
   const __m128i half = _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(p, &half, sizeof half);
+#elif defined(__AVX512F__) && LINBIAS_VECTOR_BYTES == 64
+  const __m256i half = _mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
   std::memcpy(p, &half, sizeof half);
 #else
   for (int lane = 0; lane < kLanes<float>; ++lane) narrow(x[lane], p + lane);

@@ -13,6 +13,7 @@ inline void no_keys(const Call& call, const Codec<C>& codec, const ForwardResult
   std::memset(result.out, 0, static_cast<std::size_t>(rows * call.V * codec.bytes));
   for (int64_t i = 0; i < rows; ++i) {
     static_cast<C*>(result.lse)[i] = -kInf<C>;
+    static_cast<C*>(result.lse_low)[i] = 0;
     static_cast<C*>(result.skipped)[i] = 0;
   }
 }

@@ -9,22 +9,22 @@ namespace {
 #define LINBIAS_TEXT_(x) #x
 #define LINBIAS_TEXT(x) LINBIAS_TEXT_(x)
 
-void forward(const Call& call, const ForwardResult& result) {
+template <class Pass>
+void with_codec(const Call& call, const Pass& pass) {
   switch (call.dtype) {
-    case DType::f32: return forward_pass(call, codec_of<float>(), result);
-    case DType::f64: return forward_pass(call, codec_of<double>(), result);
-    case DType::bf16: return forward_pass(call, codec_of<Bf16>(), result);
-    case DType::f16: return forward_pass(call, codec_of<Half>(), result);
+    case DType::f32: return pass(codec_of<float>());
+    case DType::f64: return pass(codec_of<double>());
+    case DType::bf16: return pass(codec_of<Bf16>());
+    case DType::f16: return pass(codec_of<Half>());
   }
 }
 
+void forward(const Call& call, const ForwardResult& result) {
+  with_codec(call, [&](const auto& codec) { forward_pass(call, codec, result); });
+}
+
 void backward(const Call& call, const BackwardCall& back) {
-  switch (call.dtype) {
-    case DType::f32: return backward_pass(call, codec_of<float>(), back);
-    case DType::f64: return backward_pass(call, codec_of<double>(), back);
-    case DType::bf16: return backward_pass(call, codec_of<Bf16>(), back);
-    case DType::f16: return backward_pass(call, codec_of<Half>(), back);
-  }
+  with_codec(call, [&](const auto& codec) { backward_pass(call, codec, back); });
 }
 
 }  // namespace

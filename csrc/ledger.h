@@ -5,7 +5,7 @@
 //     exp(min(|scale| |q_i| rho, softcap) - m d) * gamma,    rho the largest key norm of the node,
 //     gamma = (1 - e^(-m n)) / (1 - e^(-m)) where the node's distances are distinct integers, else n.
 // A strip skips a node only if, for each of its rows, what it has skipped so far plus this bound stays within
-// tolerance times the weight of the keys it has visited. That weight only grows, so the promise holds in any order.
+// tolerance times the sum over the keys it has visited. That sum only grows, so the promise holds in any order.
 #pragma once
 
 #include "rows.h"
@@ -27,9 +27,17 @@ class Bounds {
   C log_count(int level) const { return log_count_[level + 1]; }
   // Turns |q| rho into a bound of |score|, its own rounding included.
   C norm_scale() const { return norm_scale_; }
+  int levels() const { return levels_; }
   C softcap() const { return softcap_; }
   C tolerance() const { return tolerance_; }
   C log_tolerance() const { return log_tolerance_; }
+
+  // Keys of a whole node of this level.
+  static double keys_of(int level) {
+    double n = level < 0 ? kPanel<C> : kTile;
+    for (; level > 0; --level) n *= kFan;
+    return n;
+  }
 
   // Everything but the norms.
   void begin(const Call& call, const KeyTree<C>& tree) {
@@ -83,12 +91,6 @@ class Bounds {
   void allocate_norms(const Call& call) { norms_.reset(call.B * call.G * nodes_); }
 
  private:
-  static double keys_of(int level) {
-    double n = level < 0 ? kPanel<C> : kTile;
-    for (; level > 0; --level) n *= kFan;
-    return n;
-  }
-
   void fill_gamma(const Call& call) {
     const Array<C> slopes = call.slopes.as<C>(), later = call.future_slopes.as<C>();
     items_ = slopes.stride[0] == 0 && (!later || later.stride[0] == 0) ? 1 : call.B;
@@ -115,17 +117,16 @@ class Bounds {
   Buffer<C> norms_, gamma_;
 };
 
-// What judging reads of the rows of a tile, in forward and backward. Row r of strip s lies at [r * kStrips + s]: a vector
-// holds one row of several strips, and all strips of a tile are judged together.
+// What judging reads of the rows of a tile, in forward and backward. Row r of strip s lies at [r * kStrips + s]: a
+// vector holds one row of several strips, and all strips of a tile are judged together.
 template <class C>
 struct JudgedRows {
   static constexpr int N = kStrip * kStrips;
   static constexpr int at(int row) { return row % kStrip * kStrips + row / kStrip; }
 
-  // Bounds of |scale| |q_i| and of a capped score: both infinite where nothing may be skipped, since a finite cap would
-  // make a finite bound of an infinite norm.
-  alignas(64) C norm[N], cap[N];
+  alignas(64) C norm[N];  // bounds of |scale| |q_i|; infinite where nothing may be skipped
   alignas(64) C position[N], past[N], future[N];
+  C cap = 0;             // bound of a capped score
   bool looking = false;  // computed scores may prove a tile negligible
   bool judging = false;  // and so may norms
 
@@ -138,13 +139,13 @@ struct JudgedRows {
     looking = bounds.active() && some, judging = looking && bounds.norms();
     if (!bounds.norms()) return;
     constexpr C shrink = 1 - C(1e-6);  // the product slope * distance is rounded; the bound must not gain by it
-    for (int i = 0; i < N; ++i) norm[i] = cap[i] = position[i] = past[i] = future[i] = 0;
+    cap = bounds.softcap();
+    for (int i = 0; i < N; ++i) norm[i] = position[i] = past[i] = future[i] = 0;
     for (int row = 0; row < rows.rows; ++row) {
       const int i = at(row);
       // A negative slope rewards distance; a slope of NaN says nothing.
       const bool bounded = rows.past[row] >= 0 && (!reaches_future || rows.future[row] >= 0);
       norm[i] = bounded ? norms[row] * bounds.norm_scale() : kInf<C>;
-      cap[i] = bounded ? bounds.softcap() : kInf<C>;
       position[i] = rows.relative[row];
       past[i] = rows.past[row] * shrink, future[i] = rows.future[row] * shrink;
     }
@@ -183,121 +184,128 @@ struct JudgedRows {
 
   // The most that rows i, i + 1, ... can score against a key of norm rho before the bias.
   LINBIAS_INLINE Vec<C> limit(int i, C rho) const {
-    return min_keep<C>(load<C>(cap + i), load<C>(norm + i) * rho);
+    const Vec<C> content = load<C>(norm + i) * rho;
+    if (cap == kInf<C>) return content;
+    // A soft cap bounds what is finite, but a product that holds infinity may be NaN.
+    return content < kInf<C> ? min_keep<C>(splat<C>(cap), content) : content;
+  }
+
+  // The strips for all of whose rows `fits(i)` holds, where vector i has one row of several strips.
+  template <class Fits>
+  LINBIAS_INLINE static uint32_t strips_where(const Fits& fits) {
+    alignas(64) typename Simd<C>::Int all[kStrips];
+#pragma GCC unroll 2
+    for (int v = 0; v < kStrips; v += kLanes<C>) {
+      Mask<C> ok = ~Mask<C>{};
+#pragma GCC unroll 6
+      for (int r = 0; r < kStrip; ++r) ok &= fits(r * kStrips + v);
+      std::memcpy(all + v, &ok, sizeof ok);
+    }
+    uint32_t strips = 0;
+    for (int s = 0; s < kStrips; ++s) strips |= uint32_t(all[s] & 1) << s;
+    return strips;
   }
 };
 
-// The running softmax of a row tile and its account.
+// The running softmax of a row tile and what its account has spent, laid out as JudgedRows.
 template <class C>
-struct Ledger : JudgedRows<C> {
+struct RunningSums {
+  static constexpr int N = kStrip * kStrips;
+  alignas(64) C row_max[N];  // largest score visited; -inf before the first
+  alignas(64) C row_sum[N];  // sum of exp(score - row_max) over what was visited
+  alignas(64) C spent[N];    // sum of bounds of what was skipped, as exp(. - row_max)
+};
+
+template <class C>
+struct Ledger : JudgedRows<C>, RunningSums<C> {
   using Base = JudgedRows<C>;
+  using RunningSums<C>::row_max, RunningSums<C>::row_sum, RunningSums<C>::spent;
   using Base::at, Base::N, Base::looking, Base::judging;
 
-  alignas(64) C top[N];     // largest score visited; -inf before the first
-  alignas(64) C weight[N];  // sum of exp(score - top) over what was visited
-  alignas(64) C spent[N];   // sum of bounds of what was skipped, as exp(. - top)
   alignas(64) C gamma[kMaxLevels + 1][2][N];  // by level + 1
 
   void clear(const RowTile<C>& rows) {
-    for (int i = 0; i < N; ++i) top[i] = -kInf<C>, weight[i] = 0, spent[i] = 0;
+    for (int i = 0; i < N; ++i) row_max[i] = -kInf<C>, row_sum[i] = 0, spent[i] = 0;
     // Rows that pad the last strip agree to any skip: their weight dwarfs every bound.
     constexpr C huge = C(sizeof(C) == 4 ? 1e30 : 1e300);
-    for (int row = rows.rows; row < kRows; ++row) top[at(row)] = huge, weight[at(row)] = huge;
+    for (int row = rows.rows; row < kRows; ++row) row_max[at(row)] = huge, row_sum[at(row)] = huge;
     looking = judging = false;
   }
 
   // Prepares judging; `norms[row]` bounds |q|.
-  void arm(const Call& call, const RowTile<C>& rows, const KeyTree<C>& tree, const Bounds<C>& bounds, const C* norms) {
-    this->arm_rows(call, rows, bounds, norms);
+  void arm(const Call& call, const RowTile<C>& rows, const Bounds<C>& all, const C* norms) {
+    bounds = &all;
+    this->arm_rows(call, rows, all, norms);
     if (!judging) return;
-    for (int level = -1; level < tree.levels(); ++level)
-      for (int side = 0; side < 2; ++side) fill_gamma(rows, bounds, level, side);
+    for (int level = -1; level < all.levels(); ++level)
+      for (int side = 0; side < 2; ++side) fill_gamma(rows, level, side);
   }
 
-  // Of the strips in `mask`, those that may skip the node; it is charged to them.
-  uint32_t judge(const RowTile<C>& rows, const Bounds<C>& bounds, const KeySpan& keys, int level, C rho, C distance,
-                 uint32_t mask) {
-    const typename Base::Place place = Base::place(rows, keys, distance);
-    const C count = bounds.log_count(level), tolerance = bounds.tolerance();
-    constexpr int L = kLanes<C>;
-    alignas(64) typename Simd<C>::Int fits[kStrips];
+  // Of the strips in the node's mask, those that may skip its keys, none of whose norms exceeds rho; it is charged to
+  // them.
+  uint32_t judge(const RowTile<C>& rows, const KeySpan& keys, const Node<C>& node, C rho) {
+    const typename Base::Place place = Base::place(rows, keys, node.distance);
+    const C count = bounds->log_count(node.level), tolerance = bounds->tolerance();
+    const auto& log_gamma = gamma[node.level + 1];
     alignas(64) C total[N];
-#pragma GCC unroll 2
-    for (int v = 0; v < kStrips; v += L) {
-      Mask<C> ok = ~Mask<C>{};
-#pragma GCC unroll 6
-      for (int r = 0; r < kStrip; ++r) {
-        const int i = r * kStrips + v;
-        const typename Base::Reach to = this->reach(i, place, rho);
-        Vec<C> log_n = to.past ? load<C>(gamma[level + 1][0] + i) : load<C>(gamma[level + 1][1] + i);
-        log_n = (to.past | to.future) ? log_n : splat<C>(count);
-        // A bound of NaN means a visit.
-        const Vec<C> bound = exp_held<C>(to.score + log_n - load<C>(top + i));
-        const Vec<C> sum = load<C>(spent + i) + bound;
-        store<C>(total + i, sum);
-        ok &= sum <= load<C>(weight + i) * tolerance;
-      }
-      std::memcpy(fits + v, &ok, sizeof ok);
-    }
-    uint32_t skip = 0;
-    for (int s = 0; s < kStrips; ++s) skip |= uint32_t(fits[s] & 1) << s;
-    skip &= mask;
-    charge(skip, total);
+    const uint32_t skip = node.mask & Base::strips_where([&](int i) __attribute__((always_inline)) -> Mask<C> {
+      const typename Base::Reach to = this->reach(i, place, rho);
+      Vec<C> log_n = to.past ? load<C>(log_gamma[0] + i) : load<C>(log_gamma[1] + i);
+      log_n = (to.past | to.future) ? log_n : splat<C>(count);
+      // A bound of NaN means a visit.
+      const Vec<C> sum = load<C>(spent + i) + exp_held<C>(to.score + log_n - load<C>(row_max + i));
+      store<C>(total + i, sum);
+      return sum <= load<C>(row_sum + i) * tolerance;
+    });
+    for (int s = 0; s < kStrips; ++s)
+      if (skip >> s & 1)
+        for (int r = 0; r < kStrip; ++r) spent[r * kStrips + s] = total[r * kStrips + s];
     return skip;
   }
 
-  // Strips whose scores against keys of norm `rho` exceed no row's top by more than exp can take in its stride: they
-  // need no new top. Rows without one yet are not among them.
-  uint32_t calm_strips(C rho) const {
-    // e^20 lets 1,000 values of 1e26 add up in float; less would make strips of ordinary keys look for a new top.
+  // Strips whose scores against keys of norm `rho` exceed no row's maximum by more than exp can take in its stride:
+  // they need not be rescaled. Rows without a maximum yet are not among them.
+  uint32_t no_rescale(C rho) const {
+    // Less than e^20 would make strips of ordinary keys look for a new maximum. Sums of values from 1e26 on may
+    // overflow and are then done again, see ForwardWorker::redo.
     constexpr C most = 20;
-    alignas(64) typename Simd<C>::Int calm[kStrips];
-    for (int v = 0; v < kStrips; v += kLanes<C>) {
-      Mask<C> ok = ~Mask<C>{};
-#pragma GCC unroll 6
-      for (int r = 0; r < kStrip; ++r) {
-        const int i = r * kStrips + v;
-        ok &= this->limit(i, rho) - load<C>(top + i) <= most;
-      }
-      std::memcpy(calm + v, &ok, sizeof ok);
-    }
-    uint32_t strips = 0;
-    for (int s = 0; s < kStrips; ++s) strips |= uint32_t(calm[s] & 1) << s;
-    return strips;
+    return Base::strips_where([&](int i) __attribute__((always_inline)) -> Mask<C> {
+      return this->limit(i, rho) - load<C>(row_max + i) <= most;
+    });
   }
 
   // Whether the second look at a strip may succeed at all: with scores around 0 before the bias, the bias alone must
   // nearly do. A guess that only saves work.
-  bool worth_looking(const Bounds<C>& bounds, const RowTile<C>& rows, int s, const KeySpan& keys) const {
+  bool worth_looking(const RowTile<C>& rows, int s, const KeySpan& keys) const {
     if (!looking) return false;
     const RowSpan& strip = rows.strip[s];
     const int64_t back = minus(strip.low, keys.high), ahead = minus(keys.low, strip.high);
-    const bool spatial = rows.coordinates.size() > 0;
-    const C distance = C(greater<int64_t>(0, greater(back, ahead)));
+        const C distance = C(greater<int64_t>(0, greater(back, ahead)));
     for (int r = 0; r < rows.strip_rows(s); ++r) {
       const int i = r * kStrips + s;
       const C slope = back >= ahead ? rows.past[s * kStrip + r] : rows.future[s * kStrip + r];
       // 4: log kTile, less the few units by which scores may all be lower than 0.
-      if (!spatial && !(top[i] + slope * distance > -bounds.log_tolerance() - C(4))) return false;
+      if (!rows.spatial && !(row_max[i] + slope * distance > -bounds->log_tolerance() - C(4))) return false;
     }
     return true;
   }
 
-  // The second look: `peak[r]` is the largest score of row r of strip s among `count` keys, all computed. True if the
-  // strip may leave these keys out; `total` is then what `charge_strip` takes.
-  bool fits_computed(const Bounds<C>& bounds, int s, int strip_rows, const C* peak, int count, C* total) const {
+  // The second look: `peak[r]` is the largest score of row r of strip s among `count` keys, all computed. Charges and
+  // returns true if the strip may leave these keys out; a largest score does not see NaN, which `has_nan` looks for.
+  template <class HasNan>
+  bool settle_computed(int s, int strip_rows, const C* peak, int count, const HasNan& has_nan) {
     const C log_n = C(std::log(double(count)) + 4e-6);
+    C total[kStrip];
     for (int r = 0; r < strip_rows; ++r) {
       const int i = r * kStrips + s;
-      const C x = peak[r] + log_n - top[i];
+      const C x = peak[r] + log_n - row_max[i];
       if (!(x < C(0))) return false;  // spares the exponential
       total[r] = spent[i] + exp_single(x);
-      if (!(total[r] <= weight[i] * bounds.tolerance())) return false;
+      if (!(total[r] <= row_sum[i] * bounds->tolerance())) return false;
     }
-    return true;
-  }
-  void charge_strip(int s, int strip_rows, const C* total) {
+    if (has_nan()) return false;
     for (int r = 0; r < strip_rows; ++r) spent[r * kStrips + s] = total[r];
+    return true;
   }
 
  private:
@@ -307,20 +315,16 @@ struct Ledger : JudgedRows<C> {
     return lane[0];
   }
 
-  void fill_gamma(const RowTile<C>& rows, const Bounds<C>& bounds, int level, int side) {
+  void fill_gamma(const RowTile<C>& rows, int level, int side) {
     for (int row = 0; row < kRows; ++row) {
       // An unbiased row has slope 0 here, whatever its head's.
       const bool real = row < rows.rows && (side ? rows.future[row] : rows.past[row]) != 0;
       gamma[level + 1][side][at(row)] =
-          real ? bounds.log_gamma(rows.b, rows.head[row], level, side) : bounds.log_count(level);
+          real ? bounds->log_gamma(rows.b, rows.head[row], level, side) : bounds->log_count(level);
     }
   }
 
-  void charge(uint32_t skip, const C* total) {
-    for (int s = 0; s < kStrips; ++s)
-      if (skip >> s & 1)
-        for (int r = 0; r < kStrip; ++r) spent[r * kStrips + s] = total[r * kStrips + s];
-  }
+  const Bounds<C>* bounds = nullptr;
 };
 
 }  // namespace linbias::LINBIAS_VARIANT

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The passes of one variant, by compute type. Each is compiled in a file of its own, so that a build uses every core.
+// The passes of one variant. Those of each compute type are compiled in a file of their own, so that a build uses every
+// core.
 #pragma once
 
 #include "codec.h"

@@ -17,28 +17,24 @@ constexpr int kRows = kStrips * kStrip;
 
 // How the rows of a call are cut into tiles; tile u of a (b, g) has rows of heads and queries [first, first + count).
 struct Tiling {
+  bool whole;  // a tile has all queries of its heads
   int64_t heads_per_tile = 1, queries_per_tile = 1, tiles_per_unit = 0;
 
-  explicit Tiling(const Call& call) {
+  explicit Tiling(const Call& call) : whole(call.T * 2 <= kRows) {
     const int64_t T = call.T, group = call.group();
     if (T == 0) return;
-    if (T * 2 <= kRows) {
-      int64_t tiles = ceil_div(group, lesser<int64_t>(group, kRows / T));
-      heads_per_tile = ceil_div(group, tiles);
+    if (whole) {
+      heads_per_tile = ceil_div(group, ceil_div(group, lesser<int64_t>(group, kRows / T)));
       queries_per_tile = T;
       tiles_per_unit = ceil_div(group, heads_per_tile);
     } else {
-      int64_t tiles = ceil_div(T, kRows);
-      queries_per_tile = round_up(ceil_div(T, tiles), kStrip);
+      queries_per_tile = round_up(ceil_div(T, ceil_div(T, kRows)), kStrip);
       tiles_per_unit = group * ceil_div(T, queries_per_tile);
     }
   }
+  // Rows that a tile can have, in whole strips.
+  int64_t capacity() const { return round_up(heads_per_tile * queries_per_tile, kStrip); }
 };
-
-// Rows that a tile can have, in whole strips.
-inline int64_t tile_capacity(const Call& call, const Tiling& tiling) {
-  return round_up(call.T * 2 <= kRows ? tiling.heads_per_tile * call.T : tiling.queries_per_tile, kStrip);
-}
 
 template <class C>
 struct RowTile {
@@ -51,6 +47,7 @@ struct RowTile {
   alignas(64) C relative[kRows];
   int64_t origin = 0;
   RowSpan span, strip[kStrips];
+  bool spatial = false;   // rows have coordinates instead of positions
   bool compact = true;    // the tile's positions lie close together, so that `relative` is exact
   bool biased = false;    // some slope is not 0
   bool same_sides = true; // past and future slopes agree in every row
@@ -62,18 +59,11 @@ struct RowTile {
   // Gathers tile `tile` of (item, kv head).
   void fill(const Call& call, const Tiling& tiling, int64_t item, int64_t kv, int64_t tile) {
     b = item, g = kv, rows = 0;
-    const int64_t group = call.group();
-    int64_t head_first, head_last, query_first, query_last;
-    if (call.T * 2 <= kRows) {
-      head_first = tile * tiling.heads_per_tile;
-      head_last = lesser(head_first + tiling.heads_per_tile, group);
-      query_first = 0, query_last = call.T;
-    } else {
-      int64_t per_head = tiling.tiles_per_unit / group;
-      head_first = tile / per_head, head_last = head_first + 1;
-      query_first = tile % per_head * tiling.queries_per_tile;
-      query_last = lesser(query_first + tiling.queries_per_tile, call.T);
-    }
+    const int64_t group = call.group(), tiles = tiling.whole ? 1 : tiling.tiles_per_unit / group;  // of its heads
+    const int64_t head_first = tile / tiles * tiling.heads_per_tile;
+    const int64_t query_first = tile % tiles * tiling.queries_per_tile;
+    const int64_t head_last = lesser(head_first + tiling.heads_per_tile, group);
+    const int64_t query_last = lesser(query_first + tiling.queries_per_tile, call.T);
     for (int64_t h = head_first; h < head_last; ++h)
       for (int64_t i = query_first; i < query_last; ++i) head[rows] = kv * group + h, query[rows] = i, ++rows;
     strips = int(ceil_div(rows, kStrip));
@@ -83,7 +73,7 @@ struct RowTile {
 
  private:
   void read_rows(const Call& call) {
-    const bool spatial = call.metric != Metric::none;
+    spatial = call.metric != Metric::none;
     const Array<int64_t> positions = call.query_positions.as<int64_t>();
     biased = special = false, same_sides = true;
     C m = 0, f = 0;

@@ -19,15 +19,11 @@ struct Shared {
   KeyTree<C> tree;
   Bounds<C> bounds;
   Dropout dropout;
-  int64_t value_width;  // V rounded up to panels
+  int64_t key_width, value_width;  // D and V rounded up to panels
 
   Shared(const Call& c, const Codec<C>& elements)
-      : call(c), codec(elements), tiling(c), dropout(c), value_width(round_up(c.V, kPanel<C>)) {}
-  // 1 / softcap, held in range: not folded into the query, whose elements it could take out of it. tanh is 1 beyond 20.
-  static C sharpness(const Call& call) {
-    const double most = sizeof(C) == 4 ? 3e38 : 1e308;
-    return call.has_softcap ? C(lesser(1 / call.softcap, most)) : C(0);
-  }
+      : call(c), codec(elements), tiling(c), dropout(c), key_width(round_up(c.D, kPanel<C>)),
+        value_width(round_up(c.V, kPanel<C>)) {}
   int64_t units() const { return call.B * call.G * tiling.tiles_per_unit; }
 };
 

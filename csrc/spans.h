@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Summaries of ranges of keys and rows, and what they prove about all pairs between them.
+// Summaries of ranges of keys and rows, from which visibility.h proves what all pairs between them have in common.
 //
 // The keys of a batch item form a tree: level 0 are tiles of kTile keys, and a node of level l joins kFan nodes of the
-// level below. Classification costs a few comparisons, so that only tiles which a mask really cuts are evaluated pair
-// by pair, and whole superblocks are judged at once.
+// level below, so that whole superblocks are judged at once.
 #pragma once
 
 #include <cmath>
@@ -12,7 +11,7 @@
 
 namespace linbias::LINBIAS_VARIANT {
 
-constexpr int kFan = 16;   // children of a node
+constexpr int kFan = 16;  // children of a node
 constexpr int kMaxLevels = 8;
 
 // a - b, held within int64.
@@ -32,7 +31,7 @@ struct KeySpan {
   bool rising = true;     // positions strictly increase in storage order, so distances to one side are distinct
 
   // Key j of the node stands at low + j: what a causal or windowed row sees is a range of j.
-  bool consecutive() const { return rising && alive == total && high - low + 1 == total; }
+  bool consecutive() const { return rising && alive == total && minus(high, low) == total - 1; }
 
   void add(int64_t position, int64_t segment, int64_t rank, bool no_bias) {
     rising = rising && (alive == 0 || position > high);
@@ -66,36 +65,14 @@ struct RowSpan {
   }
 };
 
-enum class Sight { none, some, all };
-
-// What rows see of keys, attn_mask apart: `none` and `all` are proven, `some` means look at each pair.
-inline Sight sight(const Call& call, const RowSpan& rows, const KeySpan& keys) {
-  if (keys.alive == 0) return Sight::none;
-  bool all = keys.alive == keys.total;
-  if (call.query_segments) {
-    if (rows.segment_high < keys.segment_low || keys.segment_high < rows.segment_low) return Sight::none;
-    all = all && lesser(rows.segment_low, keys.segment_low) == greater(rows.segment_high, keys.segment_high);
-  }
-  if (call.metric != Metric::none) return all ? Sight::all : Sight::some;
-  const int64_t back_least = minus(rows.low, keys.high), back_most = minus(rows.high, keys.low);
-  if (call.causal) {
-    if (back_most < 0 && keys.rank_low >= call.prefix) return Sight::none;
-    all = all && (back_least >= 0 || keys.rank_high < call.prefix);
-  }
-  if (call.left != kUnlimited || call.right != kUnlimited) {
-    bool past_out = call.left != kUnlimited && back_least > call.left;
-    bool future_out = call.right != kUnlimited && back_most < -call.right;
-    if ((past_out || future_out) && keys.rank_low >= call.sinks) return Sight::none;
-    bool within = (call.left == kUnlimited || back_most <= call.left) &&
-                  (call.right == kUnlimited || back_least >= -call.right);
-    all = all && (within || keys.rank_high < call.sinks);
-  }
-  if (!keys.unbiased) {
-    if (rows.past_infinite && back_least > 0) return Sight::none;
-    if (rows.future_infinite && back_most < 0) return Sight::none;
-  }
-  return all ? Sight::all : Sight::some;
-}
+// A node of the key tree as the rows of a tile see it.
+template <class C>
+struct Node {
+  C distance;  // nearest distance to any row of the tile, in the units that slopes multiply
+  int level;
+  uint32_t mask;  // strips that still need it
+  int64_t index;
+};
 
 // The tree of one call: spans for every batch item that differs, boxes under a metric.
 template <class C>
@@ -181,42 +158,36 @@ class KeyTree {
     int64_t first = tile * kTile, last = lesser(first + kTile, call.S);
     KeySpan span;
     span.total = last - first;
-    if (spatial) start_box(b, tile);
+    C* box = spatial ? start_box(b, 0, tile) : nullptr;
     for (int64_t j = first; j < last; ++j) {
       if (call.key_mask && !*call.key_mask.at(b, j)) continue;
       int64_t position = spatial ? 0 : positions ? *positions.at(b, j) : j;
       span.add(position, call.key_segments ? *call.key_segments.at(b, j) : 0,
                call.key_ranks ? *call.key_ranks.at(b, j) : INT64_MAX,
                call.key_unbiased && *call.key_unbiased.at(b, j));
-      if (spatial) widen_box(b, tile, j);
+      for (int64_t c = 0; spatial && c < call.C; ++c) {
+        const C x = *call.key_positions.template as<C>().at(b, j, c);
+        widen_box(box, c, x, x);
+      }
     }
     return span;
   }
 
   C* own_box(int64_t b, int level, int64_t i) { return boxes_.data() + (b * nodes_ + node(level, i)) * 2 * call_->C; }
 
-  void start_box(int64_t b, int64_t tile) {
-    C* box = own_box(b, 0, tile);
-    for (int64_t c = 0; c < call_->C; ++c) box[c] = kInf<C>, box[call_->C + c] = -kInf<C>;
-  }
-
-  void widen_box(int64_t b, int64_t tile, int64_t j) {
-    const Array<C> positions = call_->key_positions.template as<C>();
-    C* box = own_box(b, 0, tile);
-    for (int64_t c = 0; c < call_->C; ++c) {
-      C x = *positions.at(b, j, c);
-      box[c] = smaller_or_nan(box[c], x), box[call_->C + c] = larger_or_nan(box[call_->C + c], x);
-    }
-  }
-
-  void join_boxes(int64_t b, int level, int64_t i, int64_t first, int64_t last) {
+  C* start_box(int64_t b, int level, int64_t i) {
     C* box = own_box(b, level, i);
-    const int64_t dims = call_->C;
-    for (int64_t c = 0; c < dims; ++c) box[c] = kInf<C>, box[dims + c] = -kInf<C>;
+    for (int64_t c = 0; c < call_->C; ++c) box[c] = kInf<C>, box[call_->C + c] = -kInf<C>;
+    return box;
+  }
+  void widen_box(C* box, int64_t c, C low, C high) const {
+    box[c] = smaller_or_nan(box[c], low), box[call_->C + c] = larger_or_nan(box[call_->C + c], high);
+  }
+  void join_boxes(int64_t b, int level, int64_t i, int64_t first, int64_t last) {
+    C* box = start_box(b, level, i);
     for (int64_t child = first; child < last; ++child) {
       const C* part = own_box(b, level - 1, child);
-      for (int64_t c = 0; c < dims; ++c)
-        box[c] = smaller_or_nan(box[c], part[c]), box[dims + c] = larger_or_nan(box[dims + c], part[dims + c]);
+      for (int64_t c = 0; c < call_->C; ++c) widen_box(box, c, part[c], part[call_->C + c]);
     }
   }
 

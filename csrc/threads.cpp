@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <cfenv>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
@@ -20,6 +21,7 @@ struct Job {
   std::atomic<std::int64_t> next{0};
   std::atomic<bool> failed{false};
   std::exception_ptr error{};
+  std::fenv_t modes{};  // the caller's, so that no result depends on which thread made it
 
   // An exception ends the job, not the process: it would leave a helper's thread, or the caller's frame, which holds
   // this job, while helpers still read it.
@@ -42,6 +44,7 @@ class Pool {
  public:
   void run(int threads, Job& job) {
     threads = grow(threads - 1) + 1;
+    std::fegetenv(&job.modes);
     {
       std::lock_guard<std::mutex> lock(mutex_);
       job_ = &job;
@@ -78,6 +81,7 @@ class Pool {
       if (index >= wanted_) continue;
       Job* job = job_;
       lock.unlock();
+      std::fesetenv(&job->modes);
       job->work(index + 1);
       lock.lock();
       if (--running_ == 0) done_.notify_one();

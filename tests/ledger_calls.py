@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that a bound could get wrong, for the tests of the ledgers and of the backends that keep them."""
+"""Calls that a bound could get wrong, and the truth about them, for the tests of the ledgers that keep bounds."""
 
 import math
 
@@ -9,7 +9,11 @@ from torch import Tensor
 
 import linbias
 from linbias import alibi_slopes, key_bounds
-from linbias.prepare import Request, prepare
+from linbias.backends import reference, tiled
+from linbias.backends.tiled.ledger import Visits
+from linbias.backends.tiled.tile import Call
+from linbias.prepare import prepare
+from linbias.semantics.blocks import dense
 from linbias.semantics.problem import Operands, Problem
 
 
@@ -63,7 +67,7 @@ def slope_values(kind: str, batch: int, heads: int) -> Tensor:
 
 MASKS = (
     "causal", "both sides", "window and sinks", "prefix", "padding", "segments", "dense mask", "positions", "shuffled",
-    "euclidean grid", "manhattan points", "unbiased", "soft cap", "future slopes", "given bounds", "given centroids",
+    "euclidean grid", "manhattan points", "unbiased", "soft cap", "future slopes", "given bounds",
 )  # fmt: skip
 
 
@@ -100,7 +104,6 @@ def options_of(kind: str, batch: int, heads: int, queries: int, keys: int, key: 
         "soft cap": {"causal": True, "softcap": 5.0},
         "future slopes": {"future_slopes": alibi_slopes(heads).flip(0)},
         "given bounds": {"causal": True, "key_bounds": key_bounds(key, 16)},
-        "given centroids": {"key_bounds": key_bounds(key, 64, centroids=True)},
     }[kind]
     return {"causal": False} | made
 
@@ -118,5 +121,30 @@ def calls(draw) -> tuple[Problem, Operands]:
     # A coarse tolerance makes the ledger spend what a bound too low would overdraw visibly.
     tolerance = draw(st.sampled_from([None, 1e-3, 0.05, 0.4]))
     scale = draw(st.sampled_from([None, -0.5, 0.0]))
-    request = Request(**options, tolerance=tolerance, scale=scale)
-    return prepare(query, key, torch.randn(*key.shape[:3], 8), slopes, request)
+    options |= {"tolerance": tolerance, "scale": scale}
+    return prepare(query, key, torch.randn(*key.shape[:3], 8), slopes, options)
+
+
+def exactly(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+    """The same call in float64."""
+    # All that is floating, bounds included: a backend reads what it is given as the accumulating type.
+    given = operands._asdict()
+    wide = {name: each.double() for name, each in given.items() if each is not None and each.is_floating_point()}
+    exact = operands._replace(**wide)
+    return Problem.of(exact, problem.options), exact
+
+
+def exact_weights(problem: Problem, operands: Operands) -> Tensor:
+    """(B, H, T, S) in float64, from the dense definitions."""
+    return reference.weights(*exactly(problem, operands))
+
+
+def forward_visits(problem: Problem, operands: Operands) -> Visits:
+    """What a forward of this call would visit."""
+    return tiled._forward_visits(Call.of(problem, operands))
+
+
+def distances(problem: Problem, operands: Operands) -> Tensor:
+    """(b, 1, T, S) float64: how far, 0 for pairs without bias."""
+    one = torch.ones((1, 1), dtype=torch.float64)
+    return dense(operands._replace(slopes=one, future_slopes=None), problem.options)[0]

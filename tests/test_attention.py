@@ -186,6 +186,34 @@ class TestPositions:
         torch.testing.assert_close(unbiased, zero)
 
 
+class TestSteepSlopes:
+    @every_backend
+    @pytest.mark.parametrize("slope", [1e38, -1e38, math.inf])
+    @pytest.mark.parametrize("nearest", [0, 3, 5, 200])
+    def test_a_bias_that_no_float_holds_hides(self, backend: str, slope: float, nearest: int):
+        """As the tokens' positions are, so far is the nearest key: 3 * 1e38 is a float32, 4 * 1e38 is not."""
+        query, key, value = (torch.randn(1, 1, 150, 4) for _ in range(3))
+        at = {"query_positions": torch.full((150,), nearest), "key_positions": -torch.arange(150)}
+        leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+        if slope < 0:
+            # Rewarded without bound: what a float cannot hold is no number, and no tile of it may be skipped.
+            out = alibi_attention(*leaves, torch.tensor([slope]), causal=True, **at, backend=backend)
+            assert out.isnan().all()
+            return
+        out, aux = alibi_attention(*leaves, torch.tensor([slope]), causal=True, **at, backend=backend, return_aux=True)
+        gradients = torch.autograd.grad(out.sum(), leaves)
+        if nearest == 0 or (nearest == 3 and slope < math.inf):
+            torch.testing.assert_close(out, value[:, :, :1].expand_as(out))
+            assert aux.lse.isfinite().all()
+            assert gradients[2][:, :, 0].allclose(torch.tensor(150.0))
+            # A weight that is nothing beside 1 may be anything below the square of eps, but for what is hidden.
+            assert (gradients[2][:, :, 1:4] <= 150 * torch.finfo(torch.float32).eps ** 2).all()
+            assert (gradients[2][:, :, 4:] == 0).all()
+        else:
+            assert (out == 0).all() and (aux.lse == -math.inf).all()
+            assert all((gradient == 0).all() for gradient in gradients)
+
+
 class TestWeights:
     def test_are_the_softmax_that_the_output_uses(self):
         query, key, value, slopes = qkv()

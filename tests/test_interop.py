@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`linbias.interop`: torch's own kernels, fed so that they agree with ours. Letters: cases.md."""
+"""`linbias.interop`: torch's own kernels, fed so that they agree with ours."""
 
 import shutil
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ class TestSdpaMask:
         ],
         ids="-".join,
     )  # fmt: skip
-    def test_G9_sdpa_with_it_is_ours(self, options: dict[str, Any]):
+    def test_sdpa_with_it_is_ours(self, options: dict[str, Any]):
         query, key, value = qkv(7, 11)
         slopes = alibi_slopes(HEADS)
         mask = sdpa_mask(query, key, slopes, **options)
@@ -75,7 +75,7 @@ class TestSdpaMask:
         assert_within_budget(alibi_attention(query, key, value, slopes, **options), exact, out, str(options))
         close(out, exact.float())
 
-    def test_G9_mask_and_is_causal_together(self):
+    def test_mask_and_is_causal_together(self):
         query, key, value = qkv(9, 9)
         slopes = alibi_slopes(HEADS)
         expected = alibi_attention(query, key, value, slopes, causal=True)
@@ -93,13 +93,13 @@ class TestSdpaMask:
         assert mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1])
         assert mask.storage_offset() == 0
 
-    def test_E2_padding_alone_brings_a_batch_axis(self):
+    def test_padding_alone_brings_a_batch_axis(self):
         query, key, _ = qkv(3, 5)
         assert sdpa_mask(query, key, alibi_slopes(HEADS), causal=True).shape[0] == 1
         lengths = torch.arange(5) < torch.tensor([[2], [5]])
         assert sdpa_mask(query, key, alibi_slopes(HEADS), causal=True, key_mask=lengths).shape[0] == BATCH
 
-    def test_B5_a_row_that_sees_nothing(self):
+    def test_a_row_that_sees_nothing(self):
         query, key, value = qkv(5, 5)
         real = torch.tensor([False, False, True, True, True])
         mask = sdpa_mask(query, key, alibi_slopes(HEADS), causal=True, key_mask=real)
@@ -121,7 +121,7 @@ class TestSdpaMask:
         alibi_attention(query, key, value, ours, causal=True).square().sum().backward()
         torch.testing.assert_close(theirs.grad, ours.grad, rtol=1e-10, atol=1e-12)
 
-    def test_H5_it_is_alibi_bias_where_nothing_is_hidden(self):
+    def test_it_is_alibi_bias_where_nothing_is_hidden(self):
         query, key, _ = qkv(5, 7)
         bias = alibi_bias(alibi_slopes(HEADS), torch.arange(2, 7), torch.arange(7))
         assert torch.equal(sdpa_mask(query, key, alibi_slopes(HEADS), causal=False), bias) and bias.max() == 0
@@ -139,11 +139,11 @@ class TestSdpaMask:
 
 
 class TestFlexScoreMod:
-    def test_A7_head_0_has_a_bias_and_it_is_the_slopes(self):
+    def test_head_0_has_a_bias_and_it_is_the_slopes(self):
         bias = call_score_mod(flex_score_mod(torch.tensor([0.5, 0.25])), 4, 4, heads=2)
         assert bias[0, 0, 3].tolist() == [-1.5, -1.0, -0.5, 0.0] and bias[0, 1, 0].tolist() == [0.0, -0.25, -0.5, -0.75]
 
-    def test_G8_the_weight_rises_towards_the_query(self):
+    def test_the_weight_rises_towards_the_query(self):
         bias = call_score_mod(flex_score_mod(torch.tensor([0.5])), 4, 4, heads=1)
         expected = [0.1015363, 0.1674051, 0.2760043, 0.4550542]
         assert bias[0, 0, 3].softmax(-1).tolist() == pytest.approx(expected)
@@ -169,11 +169,11 @@ class TestFlexScoreMod:
             expected = alibi_bias(slopes, places, given["key_positions"], **rest).expand(BATCH, -1, -1, -1)
             assert torch.equal(call_score_mod(flex_score_mod(slopes, **options), 5, 7, BATCH), expected)
 
-    def test_D1_D7_far_distances_stay_exact(self):
+    def test_far_distances_stay_exact(self):
         bias = call_score_mod(flex_score_mod(torch.tensor([0.5])), 1, 2**20 + 3, heads=1)
         assert bias[0, 0, 0, -4:].tolist() == [-(2**20 - 1) / 2, -(2**19), -(2**20 + 1) / 2, -(2**20 + 2) / 2]
 
-    def test_E6_it_captures_the_slopes_and_nothing_larger(self):
+    def test_it_captures_the_slopes_and_nothing_larger(self):
         captured, seen = [flex_score_mod(alibi_slopes(12))], list[Tensor]()
         while captured:
             for cell in captured.pop().__closure__ or ():
@@ -185,7 +185,7 @@ class TestFlexScoreMod:
 
     @EAGER
     @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-    def test_G4_learned_slopes_get_a_gradient(self):
+    def test_learned_slopes_get_a_gradient(self):
         query, key, value = qkv(6, 6)
         theirs, ours = (alibi_slopes(HEADS).requires_grad_() for _ in range(2))
         flex.flex_attention(query, key, value, score_mod=flex_score_mod(theirs)).square().sum().backward()
@@ -392,7 +392,7 @@ class TestCompiledFlex:
         yield
         torch.compiler.reset()
 
-    def test_G3_G8_any_length_in_at_most_two_compilations(self):
+    def test_any_length_in_at_most_two_compilations(self):
         counter = CompileCounterWithBackend("inductor")
         attend = torch.compile(flex.flex_attention, dynamic=True, backend=counter)
         for tokens in (64, 65, 200, 201):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from linbias import BackendUnavailable, alibi_attention, alibi_slopes, backends, ops
-from linbias.testing import Case, Inputs, make_inputs
+from linbias import BackendUnavailable, alibi_attention, alibi_attention_varlen, alibi_slopes, backends, ops
+from linbias.testing import PROBLEMS, Case, Inputs, make_inputs
 from tests.every import every_backend, every_kernel, skip_unless_it_can
 
 
@@ -55,16 +55,16 @@ class TestContracts:
         inputs = make_inputs(case)
         skip_unless_it_can(backend, inputs)
         call = forward_call(inputs, backend, grad=False)
-        out, lse, _, _ = torch.ops.linbias.attention(*call)
+        out, lse, lse_low, _, _ = torch.ops.linbias.attention(*call)
         needs = [True, True, True, True, case.future is not None]
         opcheck(
             torch.ops.linbias.attention_backward.default,
-            (inputs.grad_out, inputs.grad_lse, out, lse, *call, needs),
+            (inputs.grad_out, inputs.grad_lse, out, lse, lse_low, *call, needs),
             test_utils=("test_schema", "test_faketensor"),
         )
         opcheck(
             torch.ops.linbias.attention_backward.default,
-            (inputs.grad_out, None, out, lse, *call, [False, True, False, False, False]),
+            (inputs.grad_out, None, out, lse, lse_low, *call, [False, True, False, False, False]),
             test_utils=("test_schema", "test_faketensor"),
         )
 
@@ -90,6 +90,78 @@ class TestContracts:
         out.sum().backward()
         assert asked == [(False, False, True, False, False)]
         assert value.grad is not None and query.grad is None and key.grad is None
+
+
+def shapes_of(results: tuple) -> list[tuple]:
+    return [(each.shape, each.dtype, each.stride()) for each in results]
+
+
+def assert_fakes_tell_the_truth(inputs: Inputs, backend: str, needs: tuple[bool, ...], *, grad_lse: bool = True):
+    """Shape, dtype and strides of what both operators return are those that a tracer plans with."""
+    problem, operands = inputs.resolve()
+    call = (*operands, *problem.options, backend)
+    found = ops._forward(*call)
+    assert shapes_of(found) == shapes_of(ops._fake_forward(*call)), "forward"
+    back = (inputs.grad_out, inputs.grad_lse if grad_lse else None, *found[:3], *call, list(needs))
+    assert shapes_of(ops._backward(*back)) == shapes_of(ops._fake_backward(*back)), "backward"
+
+
+class TestFakes:
+    """A compiled graph reads gradients by the strides that the fake promised: wrong ones are wrong numbers."""
+
+    @every_kernel
+    @pytest.mark.parametrize("case", [case for case in PROBLEMS if case.queries * case.keys <= 40_000], ids=str)
+    def test_of_every_problem(self, backend: str, case: Case):
+        inputs = make_inputs(case)
+        skip_unless_it_can(backend, inputs)
+        assert_fakes_tell_the_truth(inputs, backend, (True, True, True, True, case.future is not None))
+
+    @every_kernel
+    @pytest.mark.parametrize("batch", [1, 2])
+    @pytest.mark.parametrize("layout", ["tokens", "columns", "sliced", "expanded"])
+    def test_of_every_layout_and_need(self, backend: str, layout: str, batch: int):
+        for case in (
+            Case(batch=batch, heads=6, kv_heads=2, causal=True, layout=layout, slopes="items", future="row"),
+            Case(batch=batch, heads=1, queries=1, keys=9, layout=layout, future="items", dtype=torch.bfloat16),
+            Case(batch=batch, queries=70, keys=131, value_dim=9, layout=layout, future="steeper", unbiased=1),
+        ):
+            inputs = make_inputs(case)
+            # Gradients that come back have strides of their own.
+            turned = replace(
+                inputs, grad_out=inputs.grad_out.mT.contiguous().mT, grad_lse=inputs.grad_lse.mT.clone().mT
+            )
+            wide = replace(inputs, grad_out=inputs.grad_out[..., :1].expand_as(inputs.grad_out))
+            for needs in ((True,) * 5, (True, False, False, False, False), (False, True, False, False, True)):
+                for given in (inputs, turned, wide):
+                    assert_fakes_tell_the_truth(given, backend, needs)
+                assert_fakes_tell_the_truth(inputs, backend, needs, grad_lse=False)
+
+    @every_kernel
+    def test_of_sequences_laid_end_to_end(self, backend: str, monkeypatch: pytest.MonkeyPatch):
+        given = []
+        true = ops.attention
+        monkeypatch.setattr(ops, "attention", lambda *call: given.append(call) or true(*call))
+        tokens, ends = torch.randn(11, 4, 8), torch.tensor([0, 4, 11])
+        for slopes in (alibi_slopes(4), torch.rand(2, 4)):
+            alibi_attention_varlen(tokens, tokens, tokens, slopes, ends, ends, 7, 7, causal=True, backend=backend)
+        for problem, operands, _ in given:
+            call = (*operands, *problem.options, backend)
+            found = ops._forward(*call)
+            assert shapes_of(found) == shapes_of(ops._fake_forward(*call))
+            back = (torch.randn(found[0].shape), None, *found[:3], *call, [True] * 4 + [False])
+            assert shapes_of(ops._backward(*back)) == shapes_of(ops._fake_backward(*back))
+        assert len(given) == 2
+
+    def test_a_fake_that_errs_is_found(self, monkeypatch: pytest.MonkeyPatch):
+        backward = backends.tiled.backward
+
+        def permuted(*call):
+            found = backward(*call)
+            return found._replace(query=found.query.transpose(1, 2).contiguous().transpose(1, 2))
+
+        monkeypatch.setattr(backends.tiled, "backward", permuted)
+        with pytest.raises(AssertionError, match="backward"):
+            assert_fakes_tell_the_truth(make_inputs(CASES[0]), "tiled", (True, True, True, True, False))
 
 
 class TestSecondOrder:
@@ -301,7 +373,7 @@ class TestTheDirectPath:
         problem, operands = inputs.resolve()
         direct = ops.attention(problem, operands, backends.select(backend, problem))
         through = torch.ops.linbias.attention(*operands, *problem.options, backend)
-        for one, other in zip((direct.out, direct.lse, direct.skipped, direct.computed), through, strict=True):
+        for one, other in zip(direct, through, strict=True):
             assert one.equal(other)
 
     def test_modes_see_the_operator(self):

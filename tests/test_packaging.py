@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package as a whole: what it imports, which file may know which, and that what its texts show runs."""
 
-import ast
 import doctest
 import graphlib
 import importlib
@@ -20,17 +19,17 @@ import pytest
 import torch
 
 import linbias
+from tests.imports import EXTENSION, MODULES, ROOT, imports_of, room_of
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "src" / "linbias"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 
 # Each module or subpackage may import from its own line and from the lines above it.
 LAYERS = (
-    {"errors", "slopes", "problem", "checks", "dropout", "bias", "reach", "_boxes", "_bounds", "_ledger", "_native"},
+    {"errors"},
+    {"semantics", "_native"},
     {"prepare", "backends", "ops"},
-    {"attention", "varlen", "cache", "cache_report", "_layout", "_pages", "_slots", "_streaming"},
+    {"attention", "varlen", "cache"},
     {"flash", "_flash_checks", "interop", "nn", "hf", "testing"},
     {"__init__"},
     {"lab"},
@@ -39,13 +38,6 @@ LAYERS = (
 RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-EXTENSION = "linbias._native"
-MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 OPTIONAL = {re.split(r"[\[<>=]", item)[0].replace("-", "_") for extra in EXTRAS.values() for item in extra}
 # A module of these may need an extra to be imported; every other one must do without.
 NEEDS_EXTRA = ("linbias.lab", "linbias.hf.", "linbias.cli")
@@ -58,27 +50,10 @@ def run_python(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def imports_of(name: str) -> set[str]:
-    """The linbias modules that a file imports, at its top or anywhere inside."""
-    path = MODULES[name]
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")
-            base = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
-            source = ".".join(part for part in (base, node.module) if part)
-            inside = [f"{source}.{alias.name}" for alias in node.names]
-            found.update(name if name in MODULES or name == EXTENSION else source for name in inside)
-    return {target for target in found if target.partition(".")[0] == "linbias"}
-
-
 def rank_of(name: str) -> int:
-    group = (name.split(".") + ["__init__"])[1]
-    assert group in RANKS, f"{name} has no place in LAYERS: say in this file what it may import"
-    return RANKS[group]
+    room = room_of(name)
+    assert room in RANKS, f"{name} has no place in LAYERS: say in this file what it may import"
+    return RANKS[room]
 
 
 def test_the_base_import_needs_only_torch_and_numpy():
@@ -117,16 +92,19 @@ def test_imports_have_no_cycle():
 
 @pytest.mark.parametrize("backend", linbias.backends.available())
 def test_backends_never_import_each_other(backend: str):
-    own = [name for name in MODULES if re.match(rf"linbias\.backends\._?{backend}(_|$)", name)]
+    own = [name for name in MODULES if re.match(rf"linbias\.backends\.{backend}(\.|$)", name)]
     assert f"linbias.backends.{backend}" in own
     for name in own:
         foreign = {target for target in imports_of(name) - set(own) if target.startswith("linbias.backends")}
         assert not foreign, f"{name} imports {foreign}"
 
 
-def test_the_reference_shares_only_the_definitions():
+def test_the_reference_knows_the_rule_and_nothing_of_tiles_or_bounds():
+    """It shares with `tiled` what a call means, at blocks of one; numpy loops in the tests check that rule."""
     allowed = {"linbias.semantics.blocks", "linbias.semantics.dropout", "linbias.semantics.problem"}
+    source = MODULES["linbias.backends.reference"].read_text()
     assert imports_of("linbias.backends.reference") <= allowed
+    assert re.findall(r"^from \.\.semantics\.blocks import (.*)$", source, re.MULTILINE) == ["dense"]
 
 
 def test_the_import_test_sees_relative_and_absolute_imports():
@@ -216,6 +194,19 @@ def test_examples_of_the_texts_run(page: Path, tmp_path: Path, monkeypatch: pyte
 def test_names_in_the_texts_exist(page: Path):
     for name in sorted(set(re.findall(r"`(linbias(?:\.\w+)+)", page.read_text()))):
         assert pydoc.locate(name) is not None, f"{page.name} mentions {name}, which does not exist"
+
+
+def test_the_proof_names_tests_that_exist():
+    sources = "".join(path.read_text() for path in (ROOT / "tests").glob("**/*.py"))
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "proof.md").read_text()))
+    assert len(named) > 20
+    missing = {name for name in named if f"def {name}(" not in sources}
+    assert not missing, f"docs/proof.md names {sorted(missing)}"
+
+
+def test_files_that_the_proof_names_exist():
+    for path in re.findall(r"`((?:tests|csrc)/[\w/.]+)`", (ROOT / "docs" / "proof.md").read_text()):
+        assert (ROOT / path).exists(), f"docs/proof.md names {path}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

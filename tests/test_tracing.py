@@ -71,6 +71,26 @@ def test_compiles_with_inductor(backend: str):
     compare(torch.compile(call, fullgraph=True), call, make_arguments())
 
 
+@every_kernel
+@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_compiled_training_step_over_transposed_heads(backend: str, batch: int):
+    """(B, T, H, D) projections, seen as (B, H, T, D): inductor checks the strides of every gradient it is given."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    weight, tokens = torch.randn(12, 36, requires_grad=True), torch.randn(batch, 9, 12)
+    slopes = alibi_slopes(3).requires_grad_()
+
+    def step(weight, slopes):
+        query, key, value = (tokens @ weight).view(batch, 9, 3, 3, 4).unbind(2)
+        heads = (each.transpose(1, 2) for each in (query, key, value))
+        return alibi_attention(*heads, slopes, causal=True, backend=backend).transpose(1, 2).square().sum()
+
+    compiled = torch.compile(step, fullgraph=True)
+    found, wanted = (torch.autograd.grad(run(weight, slopes), (weight, slopes)) for run in (compiled, step))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 @every_backend
 def test_compiles_with_dropout(backend: str):
@@ -102,7 +122,7 @@ def test_compiled_calls_check_their_arguments():
 
     compiled = torch.compile(call, backend="eager")
     with pytest.raises(Exception, match="slopes must have shape"):
-        compiled(torch.zeros(1, 2, 3, 4), torch.zeros(3))
+        compiled(torch.zeros(1, 2, 3, 4), torch.zeros(5))
 
 
 @kernels_first

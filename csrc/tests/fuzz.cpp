@@ -204,7 +204,7 @@ struct Inner {
 
 // out is linear in v, so <dv, v> = <grad_out, out>; a score is bilinear, so <dq, q> = <dk, k>.
 template <class X, class C>
-void differentiate(Random& random, int number, const Problem<X, C>& p, const std::vector<X>& out, const std::vector<C>& lse) {
+void differentiate(Random& random, int number, const Problem<X, C>& p, const std::vector<X>& out, const std::vector<C>& lse, const std::vector<C>& lse_low) {
   const Call& call = p.call;
   const std::vector<int64_t> rows{call.B, call.H, call.T, call.V}, queries{call.B, call.H, call.T, call.D};
   const std::vector<int64_t> keys{call.B, call.G, call.S, call.D}, values{call.B, call.G, call.S, call.V};
@@ -217,6 +217,7 @@ void differentiate(Random& random, int number, const Problem<X, C>& p, const std
   std::vector<C> slopes(size_t(call.B * call.H)), future(slopes.size());
   BackwardCall back;
   back.out = contiguous(out.data(), rows), back.lse = contiguous(lse.data(), {call.B, call.H, call.T});
+  back.lse_low = contiguous(lse_low.data(), {call.B, call.H, call.T});
   back.grad_out = grad_out.view;
   if (random.chance(.5)) back.grad_lse = grad_lse.view;
   back.grad_query = dq.data(), back.grad_key = dk.data(), back.grad_value = dv.data();
@@ -241,10 +242,10 @@ void compare(Random& random, int number) {
   const Call& call = p.call;
   const size_t rows = size_t(call.B * call.H * call.T);
   std::vector<X> out(rows * size_t(call.V));
-  std::vector<C> lse(rows), skipped(rows);
+  std::vector<C> lse(rows), lse_low(rows), skipped(rows);
   std::vector<int64_t> computed(size_t(call.B * call.H), 0);
-  forward_pass(call, codec_of<X>(), {out.data(), lse.data(), skipped.data(), computed.data()});
-  differentiate(random, number, p, out, lse);
+  forward_pass(call, codec_of<X>(), {out.data(), lse.data(), lse_low.data(), skipped.data(), computed.data()});
+  differentiate(random, number, p, out, lse, lse_low);
   const Dropout dropout(call);
   const double eps = sizeof(C) == 4 ? 1.2e-7 : 2.3e-16, unit = sizeof(X) == 2 ? (std::is_same<X, Half>::value ? 1e-3 : 8e-3) : eps;
   std::vector<double> score(size_t(call.S));

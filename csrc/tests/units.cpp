@@ -13,13 +13,20 @@
 
 #include "check.h"
 #include "direct.h"
-#include "frontier.h"
 #include "pack.h"
 #include "philox.h"
 #include "threads.h"
+#include "walk.h"
 
 using namespace linbias;
 using namespace linbias::LINBIAS_VARIANT;
+
+// Instrumented, a sample of the combinations must do.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define LINBIAS_SPARSE 23
+#else
+#define LINBIAS_SPARSE 1
+#endif
 
 namespace {
 
@@ -263,6 +270,121 @@ void forked() {
 #endif
 }
 
+// The rule of visibility at its other speeds against the definition, pair by pair, for every combination of what decides
+// it: blocks (of a tile, of a strip, of superblocks), runs of keys, vectors.
+template <class C>
+struct Rule {
+  static constexpr int64_t T = 9;
+  int64_t S;
+  Call call;
+  std::vector<int64_t> query_place, key_place, query_segment, key_segment, ranks;
+  std::vector<uint8_t> alive, mask, no_bias;
+  C slope[2];
+
+  // `n`: a number whose digits choose.
+  Rule(int64_t keys, int n, Random& random) : S(keys), query_place(T), key_place(size_t(S)), query_segment(T), key_segment(size_t(S)), ranks(size_t(S)), alive(size_t(S)), mask(size_t(T * S)), no_bias(size_t(S)) {
+    const auto digit = [&](int base) { const int d = n % base; n /= base; return d; };
+    const int64_t limits[] = {kUnlimited, 0, 5, INT64_MAX - 1};
+    call.B = call.H = call.G = 1, call.T = T, call.S = S, call.D = call.V = 1;
+    call.causal = digit(2), call.left = limits[digit(4)], call.right = limits[digit(4)];
+    const int ranked = digit(4), places = digit(6), segments = digit(4), masks = digit(4), slopes = digit(4);
+    for (int64_t j = 0, r = 0; j < S; ++j) {
+      alive[size_t(j)] = uint8_t(random.chance(masks & 1 ? .7 : .05) && j / 64 != 1), no_bias[size_t(j)] = uint8_t(j % 50 == 3);
+      ranks[size_t(j)] = masks & 1 && !alive[size_t(j)] ? r : r++;
+      const int64_t listed[] = {j, random.between(-40, 40), 3 * (S - j), INT64_MAX - S + 1 + j, INT64_MIN + j, (j - 60) * (int64_t(1) << 52)};
+      key_place[size_t(j)] = listed[places];
+      const int64_t parts[] = {0, j / 70, random.between(0, 2) * (int64_t(1) << 61), random.between(0, 1)};
+      key_segment[size_t(j)] = parts[segments];
+    }
+    for (int64_t i = 0; i < T; ++i) {
+      const int64_t near = key_place[size_t(random.between(0, S - 1))], far[] = {INT64_MIN, -1, INT64_MAX, 0};
+      query_place[size_t(i)] = random.chance(.2) ? far[i % 4] : near;
+      if (places == 0) query_place[size_t(i)] = 60 + i;
+      query_segment[size_t(i)] = key_segment[size_t(random.between(0, S - 1))];
+    }
+    for (auto& bit : mask) bit = uint8_t(random.chance(.5));
+    if (ranked & 1) call.sinks = 2;
+    if (ranked & 2) call.prefix = 70;
+    if (ranked) call.key_ranks = list(ranks);
+    if (places) {
+      call.query_positions.data = query_place.data(), call.key_positions.data = key_place.data();
+      call.query_positions.stride[1] = call.key_positions.stride[1] = 1;
+    }
+    if (segments) call.query_segments = list(query_segment), call.key_segments = list(key_segment);
+    if (masks & 1) call.key_mask = list(alive);
+    if (masks & 2) call.attn_mask = list(mask), call.attn_mask.stride[2] = S, call.attn_mask.stride[3] = 1;
+    if (slopes & 2) call.key_unbiased = list(no_bias);
+    slope[0] = slopes & 1 ? kInf<C> : C(.5), slope[1] = slopes == 3 ? kInf<C> : C(.25);
+    call.slopes.data = slope, call.future_slopes.data = slope + 1;
+  }
+  template <class X>
+  static Array<X> list(const std::vector<X>& items) { return {items.data(), {0, 1, 0, 0}}; }
+
+  // The definition, and the one exception: an infinite bias hides its pair.
+  bool sees(const Call& c, const RowTile<C>& rows, int r, int64_t j) const {
+    if (!pair_visible(c, rows, r, j)) return false;
+    const int64_t place = c.key_positions ? key_place[size_t(j)] : j, at = rows.position[r];
+    return place == at || (c.key_unbiased && no_bias[size_t(j)]) || slope[place > at] != kInf<C>;
+  }
+
+  void check(int number) const {
+    KeyTree<C> tree;
+    tree.build(call);
+    const Tiling tiling(call);
+    static RowTile<C> rows;
+    static KeyTile<C> keys;
+    static PairScratch<C> pairs;
+    rows.fill(call, tiling, 0, 0, 0);
+    Call unmasked = call;
+    unmasked.attn_mask = {};
+    int64_t size = kTile;
+    for (int level = 0; level < tree.levels(); ++level, size *= kFan)
+      for (int64_t t = 0; t < tree.count(level); ++t)
+        for (int s = -1; s < rows.strips; ++s) {
+          const RowSpan& span = s < 0 ? rows.span : rows.strip[s];
+          const int first = s < 0 ? 0 : s * kStrip, last = s < 0 ? rows.rows : first + rows.strip_rows(s);
+          const BlockVisibility block = block_visibility(call, span, tree.span(0, level, t));
+          bool any = false, all = true;
+          for (int r = first; r < last; ++r)
+            for (int64_t j = t * size; j < std::min(S, (t + 1) * size); ++j) {
+              any = any || sees(unmasked, rows, r, j), all = all && pair_visible(unmasked, rows, r, j);
+            }
+          CHECK(block != BlockVisibility::empty || !any, "rule %d: level %d, tile %d, strip %d is not empty", number, level, int(t), s);
+          CHECK(block != BlockVisibility::full || all, "rule %d: level %d, tile %d, strip %d is not full", number, level, int(t), s);
+          if (level == 0 && s >= 0) check_vectors(rows, keys, pairs, tree.span(0, 0, t), t, s, block, number);
+        }
+  }
+
+  void check_vectors(const RowTile<C>& rows, KeyTile<C>& keys, PairScratch<C>& pairs, const KeySpan& span, int64_t t, int s,
+                     BlockVisibility block, int number) const {
+    if (block == BlockVisibility::empty) return;
+    keys.begin(call, rows, span, t), keys.prepare(call, 0);
+    const BlockVisibility mask = mask_visibility(call, rows, s, keys.first, keys.count);
+    const Range range = visible_range(call, rows.strip[s], span, keys.count);
+    const Filled filled = fill_pairs(call, rows, keys, s, block, mask == BlockVisibility::partial, pairs);
+    const Examiner<C> examine(call, rows, keys, pairs, s, filled);
+    for (int r = 0; r < rows.strip_rows(s); ++r)
+      for (int j = 0; j < kTile; ++j) {
+        const int row = s * kStrip + r, lane = j % kLanes<C>;
+        const bool seen = j < keys.count && sees(call, rows, row, keys.first + j);
+        CHECK(!seen || (j >= range.first && j < range.last), "rule %d: key %d of tile %d, row %d is out of range", number, j, int(t), row);
+        CHECK(!seen || mask != BlockVisibility::empty, "rule %d: key %d of tile %d, row %d is masked", number, j, int(t), row);
+        if (mask == BlockVisibility::empty) continue;
+        Mask<C> found;
+        const Vec<C> x = examine(Vec<C>{}, r, row, j - lane, found);
+        CHECK((found[lane] != 0) == seen, "rule %d: key %d of tile %d, row %d by vector", number, j, int(t), row);
+        CHECK((x[lane] == -kInf<C>) == !seen, "rule %d: score of key %d of tile %d, row %d", number, j, int(t), row);
+      }
+  }
+};
+
+template <class C>
+void visibility(Random& random) {
+  constexpr int combinations = 2 * 4 * 4 * 4 * 6 * 4 * 4 * 4;
+  for (int n = 0; n < combinations; n += LINBIAS_SPARSE) Rule<C>(130, n, random).check(n);
+  for (int n = 0; n < combinations; n += 211 * LINBIAS_SPARSE) Rule<C>(1100, n, random).check(n);
+}
+
 void heap(Random& random) {
   Frontier<float> frontier;
   frontier.reserve(300);
@@ -294,6 +416,7 @@ int main() {
   norms<float>(random), norms<double>(random);
   philox();
   heap(random);
+  visibility<float>(random), visibility<double>(random);
   pool();
   throwing();
   forked();

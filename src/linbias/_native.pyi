@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The extension built from csrc/; see csrc/bindings.cpp for the order of what the tuples hold."""
+"""The extension built from csrc/; see csrc/bindings.cpp."""
 
-from collections.abc import Sequence
+from torch import Tensor
 
-_View = tuple[int, Sequence[int], Sequence[int]] | None
-_Environment = tuple[int, int, str]
-_Options = tuple[bool | int | float | str | None, ...]
+from .semantics.problem import Gradients, Operands, Options, Result
 
-interface: int
+_Names = tuple[str, ...]
 
-def forward(
-    environment: _Environment, options: _Options, operands: tuple[_View, ...], results: tuple[int, ...]
-) -> None: ...
+def bind(exchange: object, operands: _Names, options: _Names, results: _Names, gradients: _Names, /) -> list[str]: ...
+def forward(operands: Operands, options: Options, results: Result, threads: int, variant: str, /) -> None: ...
 def backward(
-    environment: _Environment,
-    options: _Options,
-    operands: tuple[_View, ...],
-    saved: tuple[_View, ...],
-    results: tuple[int | None, ...],
+    operands: Operands,
+    options: Options,
+    out: Tensor,
+    lse: Tensor,
+    lse_low: Tensor,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    gradients: Gradients,
+    threads: int,
+    variant: str,
+    /,
 ) -> None: ...
 def has_variant(name: str) -> bool: ...
 def variant() -> str: ...

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Union
 
 from .errors import BackendUnavailable
 from .lab import doctor
-from .lab.bench import Unfit, bench, describe
-from .lab.bench import write_report as write_bench
+from .lab.bench.run import Unfit, bench, write_plot
+from .lab.bench.show import describe_bench
 from .lab.compare import compare
 from .lab.config import (
     BenchCommand,
@@ -22,14 +22,14 @@ from .lab.config import (
     TrainCommand,
 )
 from .lab.data import DataError
+from .lab.exports import results_text, write_exports
 from .lab.extras import MissingExtra, need
 from .lab.heads import heads_table, inspect_heads
-from .lab.monitor import Interrupted
 from .lab.plots import draw_heads
-from .lab.report import text_report, write_report
-from .lab.runner import WorkerDied
+from .lab.progress import Interrupted
 from .lab.single import describe_evaluation, describe_training, evaluate_checkpoint, train_one
-from .lab.storage import CheckpointError, write_atomically, write_text
+from .lab.storage import CheckpointError, write_bytes, write_text
+from .lab.tasks import WorkerDied
 
 _INTERRUPTED = 130
 _ERRORS = (
@@ -49,7 +49,7 @@ Start with:
   linbias compare    train five small models on Jane Austen, test them on texts 16 times longer (some minutes)
   linbias inspect    see how far each head of a model reaches
   linbias doctor     see which backends can run on this machine, or why not
-  linbias bench      time attention on this machine, beside its peers
+  linbias bench      time attention on this machine, beside torch's without a bias
 """
 
 
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("linbias: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except _ERRORS as error:
-        print(f"linbias: error: {error}", file=sys.stderr)
+        print("\n".join([f"linbias: error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return 1
     return 0
 
@@ -103,15 +103,14 @@ def _compare(command: CompareCommand) -> None:
     for package in ("matplotlib", "jinja2", "safetensors", "tqdm"):
         need(package)
     results = compare(command)
-    print(text_report(results))
-    _written(write_report(results, command.out))
+    print(results_text(results))
+    _written(write_exports(results, command.out))
 
 
 def _inspect(command: InspectCommand) -> None:
     facts = inspect_heads(command)
     print(heads_table(command, facts))
-    image = draw_heads(command, facts)
-    write_atomically(command.plot, lambda temporary: temporary.write_bytes(image))
+    write_bytes(command.plot, draw_heads(command, facts))
     _written([command.plot])
 
 
@@ -124,8 +123,8 @@ def _bench(command: BenchCommand) -> None:
     for package in ("matplotlib", "tqdm"):
         need(package)
     record = bench(command)
-    print(describe(record))
-    _written(write_bench(record, command.out))
+    print(describe_bench(record))
+    _written(write_plot(record, command.out))
 
 
 def _written(files: list[Path]) -> None:

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from .backends import Backend, select
 from .errors import BackendUnavailable
-from .semantics.checks import unwatched
+from .semantics.checks import autocast_enabled, unwatched
 from .semantics.problem import OPERAND_NAMES, OPTION_NAMES, Operands, Options, Problem, Result, accumulating_dtype
 
 GRADIENT_NAMES: tuple[str, ...] = ("query", "key", "value", "slopes", "future_slopes")
 _PLAIN = (Tensor, torch.nn.Parameter)
+_NOTHING = nullcontext()
 _REQUIRED = ("query", "key", "value", "slopes")
 _OPTION_TYPES = {
     "causal": "bool",
@@ -62,8 +63,10 @@ def attention(problem: Problem, operands: Operands, backend: Backend) -> Result:
             return backend.forward(problem, operands)
     if not _is_plain(operands):
         return Result(*torch.ops.linbias.attention(*operands, *problem.options, backend.NAME))
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in operands):
-        return Result(*_Eager.apply(*operands, *problem.options, backend.NAME))
+    if torch.is_grad_enabled():
+        for tensor in operands:
+            if tensor is not None and tensor.requires_grad:
+                return Result(*_Eager.apply(*operands, *problem.options, backend.NAME))
     with full_precision(problem):
         return backend.forward(problem, operands)
 
@@ -71,9 +74,7 @@ def attention(problem: Problem, operands: Operands, backend: Backend) -> Result:
 def full_precision(problem: Problem) -> AbstractContextManager[Any]:
     """Autocast off: scores and bias stay in the accumulating dtype, which it would lower inside the products."""
     kind = problem.device.type
-    if kind == "meta" or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return nullcontext()
-    return torch.autocast(kind, enabled=False)
+    return torch.autocast(kind, enabled=False) if autocast_enabled(kind) else _NOTHING
 
 
 def _is_plain(tensors: Iterable[Tensor | None]) -> bool:
@@ -81,18 +82,19 @@ def _is_plain(tensors: Iterable[Tensor | None]) -> bool:
 
     It costs several times a small call. Tensors that are negative or zero by a mark, not by their memory, need it.
     """
-    return unwatched() and not any(
-        tensor is not None
-        and (
+    if not unwatched():
+        return False
+    for tensor in tensors:
+        if tensor is not None and (
             type(tensor) not in _PLAIN
             or tensor.is_meta
             or tensor.is_neg()
             or tensor._is_zerotensor()
             or torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore
             or torch._C._functorch.is_legacy_batchedtensor(tensor)  # pyright: ignore
-        )
-        for tensor in tensors
-    )
+        ):
+            return False
+    return True
 
 
 def _unpack(args: tuple[Any, ...]) -> tuple[Problem, Operands, str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .semantics.bounds import KeyBounds
 from .semantics.checks import (
+    autocast_enabled,
     check_count,
     check_dense,
     check_flag,
@@ -89,6 +90,7 @@ def prepare(
         TypeError, ValueError: naming the argument, the rule, what came and what to do.
     """
     inputs = autocast(query, key, value)
+    _check_layout(query, key, slopes)
     check_inputs(*inputs)
     rounded, like, metric = inputs[1].dtype != key.dtype, inputs[0], check_metric(options.get("metric"))
     batch, queries, keys, device = query.shape[0], query.shape[2], key.shape[2], query.device
@@ -138,7 +140,7 @@ def resolve(
     dtype = accumulating_dtype(query.dtype)
     mask, future, rank = options.get("attn_mask"), options.get("future_slopes"), keys.rank
     if rank is None and (numbers.sinks > 0 or numbers.prefix > 0):
-        rank = key_ranks(keys.count, keys.real, keys.segment, keys.device)
+        rank = key_ranks(keys.length, keys.real, keys.segment, keys.device)
     if bounds is not None:
         numbers = numbers._replace(bounds_block=bounds.block)
     operands = Operands(
@@ -150,7 +152,7 @@ def resolve(
         tokens[0].segment,
         keys.segment,
         keys.real,
-        None if mask is None else _mask(mask, query, keys.count),
+        None if mask is None else _mask(mask, query, keys.length),
         rank,
         tokens[0].unbiased,
         keys.unbiased,
@@ -165,7 +167,7 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
     kind = query.device.type
-    if kind == "meta" or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if not autocast_enabled(kind):
         return query, key, value
     dtype = torch.get_autocast_dtype(kind)
 
@@ -173,6 +175,20 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
     return cast(query), cast(key), cast(value)
+
+
+def _check_layout(query: Tensor, key: Tensor, slopes: Tensor) -> None:
+    """Whether these are (batch, tokens, heads, head dim), the commonest mistake, whose other symptoms mislead."""
+    check_tensor("slopes", slopes)
+    if query.dim() != 4 or key.dim() != 4 or slopes.dim() not in (1, 2) or slopes.shape[-1] == query.shape[1]:
+        return
+    heads, (tokens, third), kv_heads = slopes.shape[-1], query.shape[1:3], key.shape[2]
+    if third == heads and kv_heads > 0 and heads % kv_heads == 0:
+        raise ValueError(
+            f"query must have layout (batch, heads, tokens, head dim), got {tuple(query.shape)}: its third size, not "
+            f"its second, {tokens}, is the number of slopes, {heads}; pass query.transpose(1, 2), and key and value "
+            f"likewise"
+        )
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:

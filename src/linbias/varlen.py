@@ -182,8 +182,8 @@ class _Padded:
         queries = _take(query[0].transpose(0, 1), self._query_index)
         # A padded query sees its sequence's keys, so it must not be a token that may hold NaN.
         queries = torch.where(self._query_real[..., None, None], queries, 0.0)
-        keys = (_take(tensor[0].transpose(0, 1), self._key_index) for tensor in (key, value))
-        return queries.transpose(1, 2), *(tensor.transpose(1, 2) for tensor in keys)
+        keys, values = (_take(tensor[0].transpose(0, 1), self._key_index) for tensor in (key, value))
+        return queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
 
     def tokens(self, queries: Tokens, keys: Tokens) -> tuple[Tokens, Tokens]:
         """Of each sequence alone: no segments, and padding is not real."""

@@ -10,6 +10,7 @@ import torch
 from linbias import alibi_attention, backends
 from linbias.testing import PROBLEMS, Case, Inputs, Judge, evaluate, make_inputs
 from tests.every import REQUIRED, every_backend, skip_unless_it_can
+from tests.judged import judged
 
 # One of each kind, for what need not be asked of every problem.
 SAMPLE = (
@@ -25,7 +26,7 @@ sampled = pytest.mark.parametrize("case", SAMPLE, ids=str)
 @lru_cache(maxsize=2)  # the backends of one problem follow each other
 def judge_of(case: Case, silent: str | None = None) -> Judge:
     inputs = make_inputs(case)
-    return Judge.of(replace(inputs, **{silent: torch.zeros_like(getattr(inputs, silent))}) if silent else inputs)
+    return judged(replace(inputs, **{silent: torch.zeros_like(getattr(inputs, silent))}) if silent else inputs)
 
 
 @every_backend
@@ -133,4 +134,4 @@ def test_an_expanded_gradient(backend: str):
     for shape in ((1, 1, 1, 1), (1, 1, 1, 16), (1, 6, 19, 1)):
         narrow = torch.randn(shape)
         wide = replace(inputs, grad_out=narrow.expand_as(inputs.grad_out))
-        Judge.of(wide).assert_conforms(backend)
+        judged(wide).assert_conforms(backend)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the native backend adds to the conformance matrix: its vector widths, threads, strides, account and memory."""
 
+import math
 import os
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -17,10 +19,18 @@ from torch import Tensor
 
 from linbias import BackendUnavailable, alibi_attention, alibi_slopes
 from linbias.backends import native, reference
-from linbias.semantics.problem import Operands, Options, Problem, Result
+from linbias.semantics.problem import (
+    FEATURES,
+    OPERAND_NAMES,
+    OPTION_NAMES,
+    Gradients,
+    Operands,
+    Options,
+    Problem,
+    Result,
+)
 from linbias.testing import PROBLEMS, Case, Judge, make_inputs
-from tests.ledger_calls import calls
-from tests.test_ledger import exactly
+from tests.ledger_calls import calls, exactly
 
 pytestmark = pytest.mark.skipif(not native._BUILT, reason="the extension was not built: no C++ compiler")
 
@@ -212,13 +222,13 @@ def test_backward_skips_no_more_than_the_tolerance_of_a_row_or_a_key(
     exact = reference.forward(problem, operands)
     more = (torch.zeros_like(operands.query[..., :1]), torch.ones_like(operands.key[..., :1]))
     wide = operands._replace(query=torch.cat((operands.query, more[0]), -1), key=torch.cat((operands.key, more[1]), -1))
-    problem, tau = Problem.of(wide, problem.options), problem.options.tolerance
+    problem, tau, saved = Problem.of(wide, problem.options), problem.options.tolerance, exact[:3]
     needs = (True, True, True, slopes_too, slopes_too and wide.future_slopes is not None)
     before = torch.get_num_threads()
     torch.set_num_threads(parts)
     try:
-        of_out = native.backward(problem, wide, exact.out, exact.lse, torch.ones_like(exact.out), None, needs)
-        of_lse = native.backward(problem, wide, exact.out, exact.lse, None, torch.ones_like(exact.lse), needs)
+        of_out = native.backward(problem, wide, *saved, torch.ones_like(exact.out), None, needs)
+        of_lse = native.backward(problem, wide, *saved, None, torch.ones_like(exact.lse), needs)
     finally:
         torch.set_num_threads(before)
     weights = reference.weights(*exactly(*call))
@@ -429,7 +439,7 @@ def call(tokens):
     spare = torch.ones(3, heads, tokens, dim)  # as large as the gradients
     del spare
     before = peak()
-    native.backward(problem, operands, result.out, result.lse, q, None, (True, True, True, False, False))
+    native.backward(problem, operands, *result[:3], q, None, (True, True, True, False, False))
     return max(forward, peak() - before)
 call(64)
 print(call(tokens))
@@ -450,7 +460,7 @@ def test_why_not_names_its_reason():
     assert native.why_not(problem) is None
     assert "CPU tensors" in str(native.why_not(problem._replace(device=torch.device("meta"))))
     assert "float32" in str(native.why_not(problem._replace(dtype=torch.float8_e4m3fn)))
-    assert "reference" in str(native.why_not(problem._replace(transformed=True)))
+    assert "transformed" in str(native.why_not(problem._replace(features=problem.features | {"transformed"})))
 
 
 # --- found by attack -------------------------------------------------------------------------------------------------
@@ -553,6 +563,197 @@ except KeyboardInterrupt:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+@pytest.fixture(params=["baseline", "avx2", "avx512"])
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One build of the kernels after the other, where the processor runs it."""
+    from linbias import _native
+
+    if not _native.has_variant(request.param):
+        pytest.skip(f"this processor lacks the instructions of {request.param}")
+    monkeypatch.setattr(native, "_variant", request.param)
+    return request.param
+
+
+@pytest.fixture
+def flushing():
+    """Subnormal floats are read and written as 0 while this is called with True."""
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this processor has no such mode")
+    yield torch.set_flush_denormal
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.usefixtures("variant")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [1, 16, 19])  # one by one, by vector, both
+def test_half_types_in_every_mode_of_the_processor(flushing, dim: int, dtype: torch.dtype):
+    torch.manual_seed(7)
+    # Half subnormals are below 6.1e-5; bfloat16 has the range of float, and so the same numbers of either mode.
+    given = [(torch.randn(1, 1, 40, dim) * size).to(dtype) for size in (1e-5, 3e-5, 2e-5)]
+
+    def results() -> list[Tensor]:
+        leaves = [each.clone().requires_grad_() for each in given]
+        out = alibi_attention(*leaves, torch.tensor([0.1]), causal=True, backend="native")
+        return [out, *torch.autograd.grad(out, leaves, torch.full_like(out, 1e-4))]
+
+    wanted = results()
+    flushing(True)
+    for found, same in zip(results(), wanted, strict=True):
+        assert found.equal(same)
+    one = torch.full((1, 1, 1, dim), 3e-5, dtype=dtype)
+    out = alibi_attention(one, one, one, torch.tensor([0.1]), causal=True, backend="native")
+    flushing(False)
+    assert out.equal(one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_the_mode_of_the_caller_is_that_of_all_threads(flushing, threads, dtype: torch.dtype):
+    torch.manual_seed(7)
+    content = (torch.randn(1, 8, 200, 16) * (3e-5 if dtype == torch.float16 else 1e-39)).to(dtype)
+    threads(2)
+    call = lambda: alibi_attention(content, content, content, torch.full((8,), 0.1), causal=True, backend="native")  # noqa: E731
+    call()  # the threads are born in another mode
+    flushing(True)
+    wanted = call()
+    same = [call().equal(wanted) for _ in range(50)]
+    flushing(False)
+    assert all(same)
+
+
+@pytest.mark.parametrize("distance", [10**5, 10**7, 2 * 10**8, 2**40])
+@pytest.mark.parametrize("queries", [1, 30])
+def test_backward_keeps_its_digits_however_large_lse(distance: int, queries: int):
+    # All keys at one distance: each weighs 1 / 16, whatever the bias.
+    query, key, value = torch.zeros(1, 1, queries, 8), torch.zeros(1, 1, 16, 8), torch.randn(1, 1, 16, 8)
+    places = dict(query_positions=torch.full((queries,), distance), key_positions=torch.zeros(16, dtype=torch.int64))
+    value.requires_grad_()
+    out = alibi_attention(query, key, value, torch.tensor([0.5]), causal=True, backend="native", **places)  # pyright: ignore
+    (found,) = torch.autograd.grad(out.sum(), value)
+    assert (found * 16 / queries - 1).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("score", [1e5, -1e7, 3e8])
+def test_backward_keeps_its_digits_however_large_the_scores(score: float):
+    query, key, value = torch.zeros(1, 1, 30, 8), torch.ones(1, 1, 30, 8), torch.randn(1, 1, 30, 8)
+    query[..., 0] = score
+    value.requires_grad_()
+    out = alibi_attention(query, key, value, torch.tensor([0.0]), causal=False, scale=1.0, backend="native")
+    (found,) = torch.autograd.grad(out.sum(), value)
+    assert (found - 1).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("distance", [3, 1001, 10**7 + 2])
+def test_lse_in_two_numbers_has_twice_the_digits(distance: int, dtype: torch.dtype):
+    # 16 equal keys: the maximum and the sum are exact, so that all of the error is that of writing lse down.
+    query, key = torch.zeros(1, 1, 1, 8, dtype=dtype), torch.zeros(1, 1, 16, 8, dtype=dtype)
+    places = dict(query_positions=torch.tensor([[distance]]), key_positions=torch.zeros(1, 16, dtype=torch.int64))
+    found = run(Operands(query, key, key, torch.tensor([[0.5]], dtype=dtype), **places))
+    high, low = found.lse.item(), found.lse_low.item()
+    assert high == found.lse.new_tensor(high + low).item()
+    exact = Fraction(math.log(16)) - Fraction(distance, 2)
+    assert abs(Fraction(high) + Fraction(low) - exact) <= torch.finfo(dtype).eps * abs(low) + 2**-52
+
+
+def test_lse_of_what_is_hidden_has_no_digits():
+    hidden = run(operands_of(2, 1, 9, 9)._replace(key_mask=torch.zeros(1, 9, dtype=torch.bool)))
+    assert (hidden.lse == -torch.inf).all() and (hidden.lse_low == 0).all()
+
+
+@pytest.mark.parametrize("queries", [1, 700])
+@pytest.mark.parametrize(("score", "size"), [(18.0, 1e30), (19.0, 1e29), (25.0, 1e38), (0.0, 3e38), (3.0, -3e38)])
+def test_finite_values_give_finite_results(threads, score: float, size: float, queries: int):
+    # The first block decides the maximum, the rest exceeds it by the score: without a new maximum, by e^score.
+    keys = 5000 if queries == 1 else 700
+    key, query = torch.zeros(1, 1, keys, 8), torch.zeros(1, 1, queries, 8)
+    key[:, :, : keys - 70, 0] = score
+    query[..., 0] = 1.0
+    value = torch.full((1, 1, keys, 8), size)
+    value[..., 3] = 1e-20  # beside them small ones keep their digits
+    for count in (1, 3):
+        threads(count)
+        out = alibi_attention(query, key, value, torch.tensor([1e-3]), causal=True, scale=1.0, backend="native")
+        assert (out / value[:, :, :1] - 1).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("queries", [9, 1024])
+def test_a_soft_cap_does_not_hide_infinity(queries: int):
+    torch.manual_seed(0)
+    query, (key, value) = torch.randn(1, 1, queries, 16), torch.randn(2, 1, 1, 1024, 16)
+    key[:, :, 3] = torch.inf
+    slopes = torch.tensor([1.0])
+    found = alibi_attention(query, key, value, slopes, causal=True, softcap=5.0, backend="native")
+    exact = alibi_attention(query, key, value, slopes, causal=True, softcap=5.0, backend="reference")
+    assert found.isnan().equal(exact.isnan()) and exact.isnan().any(-1).sum() >= min(queries, 1021)
+
+
+@pytest.mark.parametrize("hide", ["key_mask", "attn_mask", "segments"])
+@pytest.mark.parametrize("metric", ["euclidean", "manhattan"])
+@pytest.mark.parametrize("place", [torch.nan, torch.inf, 1e30])
+def test_where_a_hidden_key_stands_reaches_no_gradient(place: float, metric: str, hide: str):
+    torch.manual_seed(0)
+    given = (*torch.randn(3, 1, 1, 150, 8), torch.tensor([0.3]))
+    seen = torch.arange(150) != 70
+    masks = {
+        "key_mask": dict(key_mask=seen),
+        "attn_mask": dict(attn_mask=seen.expand(150, 150)),
+        "segments": dict(key_segments=seen.long(), query_segments=torch.ones(150, dtype=torch.int64)),
+    }
+    places = 10 * torch.randn(150, 2)
+    lost = places.clone()
+    lost[70] = place
+    more = dict(causal=False, metric=metric, query_positions=places, **masks[hide])
+    wanted = grads_of("native", "out", *given, key_positions=places, **more)
+    for found, same in zip(grads_of("native", "out", *given, key_positions=lost, **more), wanted, strict=True):
+        assert found.isfinite().all() and (found - same).abs().max() <= 1e-5 * same.abs().max()
+
+
+@pytest.mark.parametrize("queries", [1, 300])
+@pytest.mark.parametrize("name", ["query", "key"])
+def test_a_scale_of_zero_keeps_nan(name: str, queries: int):
+    torch.manual_seed(0)
+    given = dict(query=torch.randn(1, 1, queries, 8), key=torch.randn(1, 1, 300, 8), value=torch.randn(1, 1, 300, 8))
+    given[name][:, :, :5] = torch.nan
+    both = [
+        alibi_attention(*given.values(), torch.tensor([1.0]), causal=True, scale=0.0, backend=backend)
+        for backend in ("native", "reference")
+    ]
+    assert both[0].isnan().equal(both[1].isnan()) and both[0].isnan().any()
+
+
+FAR = (-(2**63), -(2**63) + 1, -(2**62), -1, 0, 1, 2**62, 2**63 - 2, 2**63 - 1)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, (5, 5), (2**63 - 2, 0), (2**63 - 1, 2**62)], ids=str)
+@pytest.mark.parametrize("start", [None, 0, -1, 2**62 - 5], ids=str)  # keys anywhere, or consecutive ones
+def test_extreme_distances(causal: bool, window: tuple[int, int] | None, start: int | None):
+    keys = torch.tensor(FAR) if start is None else start + torch.arange(9)
+    value = torch.eye(9).expand(1, 1, 9, 9)
+    for place in (*FAR, -(2**62), 2**62 - 1):
+        query = torch.zeros(1, 1, 1, 9)
+        out = alibi_attention(
+            *(query, torch.zeros(1, 1, 9, 9), value, torch.tensor([0.0])), causal=causal, window=window,
+            query_positions=torch.tensor([place]), key_positions=keys, backend="native",
+        )  # fmt: skip
+        left, right = window or (2**64, 2**64)
+        # A distance beyond int64 is the largest there is, and no limit of a window is that far.
+        back = [max(-(2**63), min(2**63 - 1, place - key)) for key in keys.tolist()]
+        seen = torch.tensor([(b >= 0 or not causal) and -right <= b <= left for b in back]).float()
+        assert out[0, 0, 0].equal(seen / seen.sum().clamp(min=1))
+
+
+def test_coordinates_of_no_dimension_stand_nowhere_apart():
+    torch.manual_seed(0)
+    given = (*torch.randn(3, 1, 1, 200, 8), torch.tensor([0.7]))
+    none = dict(query_positions=torch.zeros(200, 0), key_positions=torch.zeros(200, 0))
+    wanted = grads_of("native", "out", *given[:3], torch.tensor([0.0]), causal=False)
+    found = grads_of("native", "out", *given, causal=False, metric="euclidean", **none)
+    for one, other in zip(found[:3], wanted[:3], strict=True):
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+    assert found[3].item() == 0
+
+
 # --- C++ -------------------------------------------------------------------------------------------------------------
 
 
@@ -570,12 +771,50 @@ def test_units_and_fuzz_under_sanitizers(sanitizers: str, tmp_path: Path):
     assert done.returncode == 0, done.stdout
 
 
-def test_kernels_of_other_sources_are_refused_by_name(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(native, "_INTERFACE", -1)
+@pytest.mark.parametrize(
+    ("known", "reason"),
+    [
+        (("_REPLACED", ()), "KeyError: 'query'"),  # a name that the kernels need is missing
+        (("SUPPORTS", frozenset({"causal", "telepathy"})), "know nothing of telepathy"),  # one that they do not know
+    ],
+)
+def test_kernels_of_other_sources_are_refused_by_name(
+    known: tuple[str, object], reason: str, monkeypatch: pytest.MonkeyPatch
+):
+    name, value = known
+    monkeypatch.setattr(native, "OPERAND_NAMES" if name == "_REPLACED" else name, value)
     native._kernels.cache_clear()
-    query = torch.zeros(1, 1, 3, 4)
     try:
-        with pytest.raises(BackendUnavailable, match="interface -1, got .* make setup"):
-            alibi_attention(query, query, query, alibi_slopes(1), causal=True, backend="native")
+        with pytest.raises(BackendUnavailable, match=f"{reason}.* make setup"):
+            run(operands_of(1, 1, 3, 4))
     finally:
         native._kernels.cache_clear()
+
+
+def test_the_kernels_read_what_native_says_it_supports_and_nothing_else():
+    names = native._kernels().bind(
+        Tensor.__dlpack_c_exchange_api__, OPERAND_NAMES, OPTION_NAMES, Result._fields, Gradients._fields
+    )
+    given = set(names) - {"query", "key", "value", "slopes"} - set(Result._fields)
+    assert given == native.SUPPORTS
+    assert native.SUPPORTS <= FEATURES
+
+
+def test_fields_are_found_by_name_whatever_their_order():
+    operands = operands_of(2, 1, 30, 40)
+    wanted = run(operands)
+    kernels = native._kernels()
+    try:
+        names = (OPERAND_NAMES[::-1], OPTION_NAMES[::-1], Result._fields[::-1], Gradients._fields)
+        kernels.bind(Tensor.__dlpack_c_exchange_api__, *names)
+        found = Result(*(torch.full_like(tensor, -1) for tensor in wanted))
+        kernels.forward(operands[::-1], options()[::-1], found[::-1], 1, "")
+    finally:
+        native._kernels.cache_clear()
+        native._kernels()
+    assert_same_bits(found, wanted)
+
+
+def test_a_feature_of_tomorrow_is_refused():
+    problem = Problem.of(operands_of(2, 1, 3, 5), options())
+    assert native.why_not(problem._replace(features=problem.features | {"telepathy"})) == "does not support telepathy"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference backend, the oracle of all others, against plain loops, literal answers and finite differences."""
+"""The reference backend against literal answers and finite differences; against the oracle in test_conformance.py."""
 
 from dataclasses import replace
 
@@ -8,32 +8,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from linbias import alibi_attention
-from linbias.testing import PROBLEMS, Case, evaluate, largest_error, make_inputs
-from tests import plain
-
-
-def _pairs(case: Case) -> int:
-    return case.batch * case.heads * case.queries * case.keys
-
-
-# In float64 a case of another dtype asks the same question; loops take 5 us a pair.
-SMALL = list(dict.fromkeys(replace(case, dtype=torch.float64) for case in PROBLEMS if _pairs(case) <= 10_000))
-
-
-@pytest.mark.parametrize("case", SMALL, ids=str)
-def test_agrees_with_plain_loops(case: Case):
-    inputs = make_inputs(case).exactly()
-    found, _ = evaluate(inputs)
-    expected = plain.attend(inputs)
-    assert found.keys() == expected.keys()
-    # Every result is a sum of at most this many products, each rounded a few times.
-    summands = case.queries * case.keys * case.heads + case.head_dim + (case.value_dim or 0)
-    for name, exact in expected.items():
-        wanted = torch.from_numpy(exact)
-        assert found[name].shape == wanted.shape, name
-        finite = wanted[wanted.isfinite()]
-        scale = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
-        assert largest_error(found[name], wanted) <= summands * torch.finfo(torch.float64).eps * scale, name
+from linbias.testing import Case, evaluate, make_inputs
 
 
 def weights_of(slopes: list[float], queries: int, keys: int, **options) -> torch.Tensor:

@@ -35,13 +35,13 @@ def test_rows(work: str, family: str, kind: str, monkeypatch: pytest.MonkeyPatch
 @LINUX
 @pytest.mark.slow
 def test_processes_of_their_own(tmp_path: Path):
-    output, sizes = tmp_path / "models.json", ["--lengths", "32", "--contexts", "--train", "--stream", "40"]
+    output, sizes = tmp_path / "models.json", ["--prefill", "32", "--decode", "--train", "--stream", "40"]
     options = ["--families", "mpt", "--kinds", models.PATCHED, models.OURS, *sizes, "--output", str(output)]
-    command = [sys.executable, "benchmarks/models.py", *options]
+    command = [sys.executable, "-m", "benchmarks.models", *options]
     root = Path(__file__).parents[2]
     subprocess.run(command, check=True, cwd=root, capture_output=True)
     first = output.read_text()
-    prefill, stream = json.loads(first)["figures"]
+    (prefill,), (stream,) = json.loads(first)["found"].values()
     assert prefill["gigabytes"] > 0.1 and prefill["difference"] < 1e-4
     assert len(stream["tokens_per_second"]) == 10
     # The same command finds everything done; another number of threads is another report.
@@ -57,11 +57,11 @@ def test_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     figures = [
         {**row, "work": "prefill", "tokens": 1024, "seconds": 1.234, "gigabytes": 0.5, "linear_seconds": 1.0},
         {**row, "work": "prefill", "tokens": 4096, "seconds": 4.0, "gigabytes": 0.75},
-        {**row, "work": "prefill", "kind": "eager", "tokens": 4096, "not_run": "needs about 72 GB"},
+        {**row, "work": "prefill", "kind": "eager", "tokens": 4096, "not_run": "this row", "why": "needs 72 GB"},
         {**row, "work": "decode", "tokens": 1024, "tokens_per_second": 51.26},
         {**row, "work": "train", "tokens": 2048, "seconds": 7.5, "gigabytes": 1.5},
     ]
-    report.write_text(json.dumps({"figures": figures}))
+    report.write_text(json.dumps({"facts": {}, "found": {"all": figures}}))
     monkeypatch.setattr(sys, "argv", ["models_page", str(report), "--picture", str(picture)])
     models_page.main()
     prefill, decode, train = capsys.readouterr().out.split("\n\n")

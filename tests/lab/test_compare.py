@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from linbias.lab import monitor
-from linbias.lab.compare import Plan, compare
+from linbias.lab import tasks
+from linbias.lab.compare import Comparison, compare
 from linbias.lab.config import ALL_SCHEMES, CompareCommand, ConfigError, EvaluateConfig
 from linbias.lab.data import DataError
-from linbias.lab.monitor import Interrupted
+from linbias.lab.progress import Interrupted
 from linbias.lab.train import Trainer
 from tests.lab.small import MODEL, TRAIN
 
@@ -71,7 +71,7 @@ def test_interrupts_leave_no_trace(command, tmp_path, monkeypatch, every):
     whole = compare(replace(command, out=tmp_path / "whole"))
     questions = itertools.count(1)
     stop = property(lambda self: next(questions) % every == 0, lambda self, value: None)
-    monkeypatch.setattr(monitor.StopFlag, "raised", stop, raising=False)
+    monkeypatch.setattr(tasks.StopFlag, "raised", stop, raising=False)
     found, interrupts = None, 0
     while found is None:
         try:
@@ -98,14 +98,14 @@ def test_impossible_plans_fail_before_anything_runs(command):
 def test_processes_are_as_many_as_cores_and_schemes_allow(command, monkeypatch):
     monkeypatch.setattr("linbias.lab.compare.usable_cores", lambda: 3)
     monkeypatch.setattr("linbias.lab.compare.resolve_device", lambda name: "cpu" if name == "auto" else name)
-    assert Plan(replace(command, workers=None)).workers == 3
-    assert Plan(replace(command, workers=None, schemes=("alibi", "rope"))).workers == 2
-    assert Plan(replace(command, workers=None, device="cuda")).workers == 1
-    assert Plan(replace(command, workers=7)).workers == 7
+    assert Comparison(replace(command, workers=None)).workers == 3
+    assert Comparison(replace(command, workers=None, schemes=("alibi", "rope"))).workers == 2
+    assert Comparison(replace(command, workers=None, device="cuda")).workers == 1
+    assert Comparison(replace(command, workers=7)).workers == 7
 
 
 def test_training_comes_first_and_the_longest_tests_soonest(command):
-    names = [job.name for job in Plan(replace(command, schemes=("rope", "learned"))).jobs()]
+    names = [task.name for task in Comparison(replace(command, schemes=("rope", "learned"))).tasks()]
     assert names == [
         "train rope",
         "train learned",

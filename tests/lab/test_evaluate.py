@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from linbias.lab.config import ConfigError, EvaluateConfig
 from linbias.lab.data import DataError, Text
 from linbias.lab.evaluate import Trial, check_scheme, plan_windows, position_curve, score, scored_bytes
-from linbias.lab.monitor import Interrupted, Unwatched
+from linbias.lab.progress import Interrupted
 from linbias.lab.train import load_checkpoint, train
 from tests.lab.small import StopAfter
 
 
 @pytest.fixture
 def trial(run, tmp_path):
-    trained = load_checkpoint(train(run, tmp_path, Unwatched()))
+    trained = load_checkpoint(train(run, tmp_path))
     return Trial(trained=trained, scheme="alibi", text=run.corpus.test, length=8, scored=96, stride=None, device="cpu")
 
 
@@ -52,7 +52,7 @@ def test_impossible_windows_are_refused(scored, length, stride):
 
 @pytest.mark.parametrize("stride", [None, 1, 3])
 def test_score_is_the_loss_of_each_byte_after_its_window(trial, stride):
-    found = score(replace(trial, stride=stride), Unwatched())
+    found = score(replace(trial, stride=stride))
     decoder = trial.trained.decoder()
     text = list(trial.text.content)
     context = plan_windows(96, 8, stride).context().tolist()
@@ -69,16 +69,16 @@ def test_all_lengths_score_the_same_bytes(trial):
         for name, value in trial.trained.weights.items()
     }
     blind = replace(trial, trained=replace(trial.trained, weights=weights))
-    expected = score(blind, Unwatched())
+    expected = score(blind)
     for length, stride in [(96, None), (32, None), (12, 5), (7, 7)]:
-        torch.testing.assert_close(score(replace(blind, length=length, stride=stride), Unwatched()), expected)
+        torch.testing.assert_close(score(replace(blind, length=length, stride=stride)), expected)
 
 
 def test_limited_alibi_equals_alibi_up_to_the_training_length_only(trial):
     limited = replace(trial, scheme="alibi-window")
-    torch.testing.assert_close(score(limited, Unwatched()), score(trial, Unwatched()))
-    full = score(replace(trial, length=48), Unwatched())
-    window = score(replace(limited, length=48), Unwatched())
+    torch.testing.assert_close(score(limited), score(trial))
+    full = score(replace(trial, length=48))
+    window = score(replace(limited, length=48))
     context = plan_windows(96, 48).context()
     torch.testing.assert_close(window[context < 8], full[context < 8])
     assert (window - full)[context >= 8].abs().max() > 1e-4
@@ -91,24 +91,24 @@ def test_interrupted_scores_go_on_and_finished_ones_are_kept(trial, tmp_path, mo
         score(trial, StopAfter(2), file)
     watched = StopAfter(100)
     found = score(trial, watched, file)
-    assert (watched.resumed, watched.fractions) == ([0.5], [0.75, 1.0])
-    assert torch.equal(found, score(trial, Unwatched()))
-    again = StopAfter(0)
+    assert watched.fractions == [0.5, 0.75, 1.0]
+    assert torch.equal(found, score(trial))
+    again = StopAfter(100)
     assert torch.equal(score(trial, again, file), found)
-    assert again.resumed == [1.0]
+    assert again.fractions == [1.0]
 
 
 def test_an_interrupt_before_the_first_window_is_no_loss(trial, tmp_path):
     file = tmp_path / "alibi.safetensors"
     with pytest.raises(Interrupted):
         score(trial, StopAfter(0), file)
-    assert torch.equal(score(trial, Unwatched(), file), score(trial, Unwatched()))
+    assert torch.equal(score(trial, file=file), score(trial))
 
 
 def test_case_l4_a_last_smaller_batch_changes_nothing(trial, monkeypatch):
-    whole = score(trial, Unwatched())
+    whole = score(trial)
     monkeypatch.setattr("linbias.lab.evaluate._TOKENS_AT_ONCE", 40)  # 5 windows at once: 5, 5, 2
-    torch.testing.assert_close(score(trial, Unwatched()), whole)
+    torch.testing.assert_close(score(trial), whole)
 
 
 def test_whatever_could_change_the_scores_changes_their_name(trial):
@@ -122,7 +122,7 @@ def test_whatever_could_change_the_scores_changes_their_name(trial):
         replace(trial, text=replace(trial.text, content=trial.text.content + b"!")),
         replace(trial, trained=replace(trial.trained, about=about)),
     ]
-    assert len({variant.fingerprint() for variant in variants}) == len(variants)
+    assert len({variant.identity for variant in variants}) == len(variants)
 
 
 def test_scored_bytes_are_whole_segments_of_the_longest_length():

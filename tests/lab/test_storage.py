@@ -7,7 +7,14 @@ from safetensors.torch import save_file
 
 from linbias.lab import storage
 from linbias.lab.config import ModelConfig
-from linbias.lab.storage import CheckpointError, fingerprint, load_tensors, save_tensors, write_atomically, write_text
+from linbias.lab.storage import (
+    CheckpointError,
+    digest_of_facts,
+    load_tensors,
+    save_tensors,
+    write_atomically,
+    write_text,
+)
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()], ids=["error", "interrupt"])
@@ -68,22 +75,22 @@ def test_files_of_others_and_damaged_files_are_refused_by_name(tmp_path):
 
 def test_a_fingerprint_changes_with_every_fact_and_with_nothing_else(monkeypatch):
     facts = {"model": ModelConfig(), "length": 8, "text": ["ab", "cd"]}
-    first = fingerprint(**facts)
-    assert first == fingerprint(**dict(reversed(facts.items())))
+    first = digest_of_facts(**facts)
+    assert first == digest_of_facts(**dict(reversed(facts.items())))
     variants = [
         {**facts, "length": 9},
         {**facts, "model": ModelConfig(layers=7)},
         {**facts, "text": ["cd", "ab"]},
         {**facts, "stride": None},
     ]
-    assert len({first, *(fingerprint(**variant) for variant in variants)}) == 5
+    assert len({first, *(digest_of_facts(**variant) for variant in variants)}) == 5
     monkeypatch.setattr(storage, "_code_digest", lambda: "other code")
-    assert fingerprint(**facts) != first
+    assert digest_of_facts(**facts) != first
 
 
 def test_a_fingerprint_refuses_what_it_could_not_tell_apart():
     with pytest.raises(TypeError, match="object"):
-        fingerprint(thing=object())
+        digest_of_facts(thing=object())
 
 
 def test_presentation_is_named_by_files_that_exist():

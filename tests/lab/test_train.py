@@ -4,11 +4,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linbias.lab import monitor
+from linbias.lab import progress
 from linbias.lab import train as training
 from linbias.lab.config import TrainConfig
 from linbias.lab.data import Corpus, DataError, Text
-from linbias.lab.monitor import Interrupted, Unwatched
+from linbias.lab.progress import Interrupted
 from linbias.lab.storage import CheckpointError, load_tensors
 from linbias.lab.train import Trainer, learning_rate, load_checkpoint, passages, train
 from tests.lab.small import MODEL, TRAIN, StopAfter
@@ -26,44 +26,43 @@ def assert_same_bits(one, other):
 @pytest.mark.parametrize("scheme", ["alibi", "learned"])
 def test_a_run_interrupted_twice_ends_with_the_bits_of_one_that_was_not(run, tmp_path, scheme):
     run = replace(run, scheme=scheme)
-    whole = train(run, tmp_path / "whole", Unwatched())
+    whole = train(run, tmp_path / "whole")
     broken = tmp_path / "broken"
     for updates in (3, 1):
         with pytest.raises(Interrupted, match=f"{scheme}: stopped after"):
             train(run, broken, StopAfter(updates))
     watched = StopAfter(100)
     path = train(run, broken, watched)
-    assert watched.resumed == [4 / 7]
-    assert watched.fractions == [5 / 7, 6 / 7, 1.0]
+    assert watched.fractions == [4 / 7, 5 / 7, 6 / 7, 1.0]
     assert_same_bits(weights_of(path), weights_of(whole))
     assert load_checkpoint(path).about["curve"] == load_checkpoint(whole).about["curve"]
     assert list(broken.iterdir()) == [path]
 
 
 def test_a_run_killed_outright_goes_on_from_its_last_save(run, tmp_path, monkeypatch):
-    whole = train(run, tmp_path / "whole", Unwatched())
-    monkeypatch.setattr(monitor, "SAVE_SECONDS", 0.0)
+    whole = train(run, tmp_path / "whole")
+    monkeypatch.setattr(progress, "SAVE_SECONDS", 0.0)
 
     class Kill(StopAfter):
-        def advance(self, fraction, note):
-            super().advance(fraction, note)
-            if len(self.fractions) == 5:
+        def __call__(self, fraction, note):
+            super().__call__(fraction, note)
+            if fraction == 5 / 7:
                 raise MemoryError
 
     with pytest.raises(MemoryError):
         train(run, tmp_path / "killed", Kill(100))
     watched = StopAfter(100)
     path = train(run, tmp_path / "killed", watched)
-    assert watched.resumed == [4 / 7]
+    assert watched.fractions[0] == 4 / 7
     assert_same_bits(weights_of(path), weights_of(whole))
 
 
 def test_a_finished_run_is_not_trained_again(run, tmp_path, monkeypatch):
-    path = train(run, tmp_path, Unwatched())
+    path = train(run, tmp_path)
     monkeypatch.setattr(training, "Trainer", None)
     watched = StopAfter(100)
     assert train(run, tmp_path, watched) == path
-    assert watched.resumed == [1.0]
+    assert watched.fractions == [1.0]
 
 
 def test_whatever_could_change_the_weights_changes_the_checkpoint_s_name(run, corpus):
@@ -76,9 +75,9 @@ def test_whatever_could_change_the_weights_changes_the_checkpoint_s_name(run, co
         replace(run, corpus=replace(corpus, train=other_text)),
         replace(run, device="cuda"),
     ]
-    assert len({variant.fingerprint() for variant in variants}) == len(variants)
+    assert len({variant.identity for variant in variants}) == len(variants)
     renamed = replace(corpus, name="elsewhere", source=None, test=other_text)
-    assert replace(run, corpus=renamed).fingerprint() == run.fingerprint()
+    assert replace(run, corpus=renamed).identity == run.identity
 
 
 def test_the_state_of_another_run_is_refused(run, tmp_path):
@@ -144,11 +143,11 @@ def test_training_learns(run):
 
 
 def test_a_checkpoint_says_how_it_came_about(run, tmp_path):
-    path = train(run, tmp_path, Unwatched())
+    path = train(run, tmp_path)
     trained = load_checkpoint(path)
     assert (trained.scheme, trained.model, trained.length) == ("alibi", MODEL, 8)
     assert TrainConfig(**trained.about["train"]) == TRAIN
     assert trained.about["data"]["source"] == str(run.corpus.source)
     assert trained.about["seconds"] > 0
-    assert path.name == f"alibi-{run.fingerprint()}.safetensors"
+    assert path.name == f"alibi-{run.identity}.safetensors"
     assert set(load_tensors(path)[0]) == set(trained.decoder().state_dict())

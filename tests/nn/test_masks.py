@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's mask conventions in `nn.MultiheadAttention`. Letters: cases.md."""
+"""torch's mask conventions in `nn.MultiheadAttention`."""
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def test_causal_option_hint_and_mask_agree():
     close(module(tokens, tokens, tokens)[0], expected)
 
 
-def test_G9_a_mask_that_says_more_than_causal_is_never_dropped():
+def test_a_mask_that_says_more_than_causal_is_never_dropped():
     module, tokens = attention(), inputs()
     above = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
     more = above.clone()
@@ -96,7 +96,7 @@ def test_G9_a_mask_that_says_more_than_causal_is_never_dropped():
     close(out, by_hand(module, tokens, per_head.unflatten(0, (BATCH, HEADS)) | above))
 
 
-def test_C5_is_causal_aligns_ends_and_defers_to_a_mask_of_another_shape():
+def test_is_causal_aligns_ends_and_defers_to_a_mask_of_another_shape():
     module, tokens = attention(), inputs()
     whole = module(tokens, tokens, tokens, is_causal=True)[0]
     close(module(tokens[:, 5:], tokens, tokens, is_causal=True)[0], whole[:, 5:])
@@ -107,7 +107,7 @@ def test_C5_is_causal_aligns_ends_and_defers_to_a_mask_of_another_shape():
     close(module(tokens[:, 5:], tokens, tokens, attn_mask=mask)[0], promised)
 
 
-def test_F10_a_mask_elsewhere_is_named():
+def test_a_mask_elsewhere_is_named():
     module, tokens = attention(), inputs()
     with pytest.raises(ValueError, match="key_padding_mask must be on the query's device cpu, got meta"):
         module(tokens, tokens, tokens, key_padding_mask=padding().to("meta"))

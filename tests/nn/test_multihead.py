@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nn.MultiheadAttention` against torch's own and against the formula. Letters: cases.md."""
+"""`nn.MultiheadAttention` against torch's own and against the formula."""
 
 import copy
 import pickle
@@ -84,7 +84,7 @@ def test_initial_values_are_torchs():
     ours._reset_parameters()
 
 
-def test_L6_fixed_alibi_adds_no_parameters():
+def test_fixed_alibi_adds_no_parameters():
     def count(module: nn.Module) -> int:
         return sum(parameter.numel() for parameter in module.parameters())
 
@@ -161,7 +161,7 @@ def test_from_torch_takes_torchs_modules_alone():
         MultiheadAttention.from_torch(nn.Linear(3, 3))  # pyright: ignore[reportArgumentType]
 
 
-def test_F9_asking_for_weights_changes_no_bit_and_rows_sum_to_one():
+def test_asking_for_weights_changes_no_bit_and_rows_sum_to_one():
     for options in ({}, {"add_bias_kv": True, "add_zero_attn": True}, {"causal": True, "window": (2, 0)}):
         module, tokens = attention(**options), inputs()
         out, weights = module(tokens, tokens, tokens, key_padding_mask=padding(), average_attn_weights=False)
@@ -188,7 +188,7 @@ def test_dropout_happens_in_training_only(options: dict[str, Any]):
     assert dropped.std(0).max() > 1e-2
 
 
-def test_H2_the_default_is_symmetric_and_future_slopes_are_not():
+def test_the_default_is_symmetric_and_future_slopes_are_not():
     tokens = inputs()
     flipped = tokens.flip(1)
     symmetric = attention()
@@ -200,7 +200,7 @@ def test_H2_the_default_is_symmetric_and_future_slopes_are_not():
     assert not torch.allclose(weights, weights.flip(-1, -2))
 
 
-def test_C4_one_module_takes_any_shapes_in_any_order():
+def test_one_module_takes_any_shapes_in_any_order():
     module, other = attention(), MultiheadAttention(WIDTH, 6, batch_first=True)
     fresh = copy.deepcopy(module)
     for queries, keys in ((5, 5), (5, 6), (3, 3), (1, 9), (8, 8)):
@@ -209,12 +209,12 @@ def test_C4_one_module_takes_any_shapes_in_any_order():
         assert torch.equal(module(query, key, key)[0], copy.deepcopy(fresh)(query, key, key)[0])
 
 
-def test_L4_the_batch_may_change():
+def test_the_batch_may_change():
     module, tokens = attention(), inputs(4, 5, WIDTH)
     close(module(tokens[:3], tokens[:3], tokens[:3])[0], module(tokens, tokens, tokens)[0][:3])
 
 
-def test_E7_no_length_is_built_in():
+def test_no_length_is_built_in():
     module = attention(causal=True)
     short, long = inputs(1, 3, WIDTH), inputs(1, 257, WIDTH)
     module(short, short, short)
@@ -222,7 +222,7 @@ def test_E7_no_length_is_built_in():
     close(module(long, long, long, need_weights=False)[0], by_hand(module, long, above))
 
 
-def test_H1_symmetric_known_answer():
+def test_symmetric_known_answer():
     """T=4, query 1, slope .25, flat."""
     module = MultiheadAttention(2, 1, batch_first=True, slopes=Slopes(1, max_bias=2.0))
     with torch.no_grad():
@@ -231,7 +231,7 @@ def test_H1_symmetric_known_answer():
     assert module(tokens, tokens, tokens)[1][0, 1].tolist() == pytest.approx([0.2461, 0.3160, 0.2461, 0.1917], abs=5e-5)
 
 
-def test_F5_the_module_says_whether_it_uses_alibi():
+def test_the_module_says_whether_it_uses_alibi():
     assert MultiheadAttention(WIDTH, HEADS).uses_alibi
     none = Slopes(HEADS, biased_heads=0)
     assert not MultiheadAttention(WIDTH, HEADS, slopes=none).uses_alibi
@@ -239,7 +239,7 @@ def test_F5_the_module_says_whether_it_uses_alibi():
     assert not hasattr(nn.MultiheadAttention(WIDTH, HEADS), "uses_alibi")
 
 
-def test_C8_the_bias_is_there():
+def test_the_bias_is_there():
     tokens = inputs()
     module = attention(causal=True)
     without = attention(causal=True, slopes=Slopes(HEADS, biased_heads=0))
@@ -256,7 +256,7 @@ def test_unbiased_tokens_and_window():
     close(module(tokens, tokens, tokens)[0][:, 0], plain(tokens, tokens, tokens)[0][:, 0])
 
 
-def test_F12_learned_slopes_on_both_sides_get_gradients():
+def test_learned_slopes_on_both_sides_get_gradients():
     module = attention(slopes=Slopes(HEADS, learned=True), future_slopes=Slopes(HEADS, learned=True))
     tokens = inputs()
     module(tokens, tokens, tokens)[0].square().sum().backward()
@@ -264,7 +264,7 @@ def test_F12_learned_slopes_on_both_sides_get_gradients():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
 
-def test_L1_the_gradient_of_a_learned_slope():
+def test_the_gradient_of_a_learned_slope():
     """T=3 flat, slope .5, loss = weight of key 0 in the last row: dL/dm = -.2459765."""
     slopes = Slopes(1, max_bias=1.0, learned=True)
     module = MultiheadAttention(2, 1, batch_first=True, slopes=slopes, causal=True)
@@ -290,7 +290,7 @@ def test_half_precision_modules_keep_float32_slopes():
         assert_within_budget(out, exact, eager, str(dtype))
 
 
-def test_D2_a_long_half_precision_row_keeps_its_bias():
+def test_a_long_half_precision_row_keeps_its_bias():
     """Flat scores, T=4096, 32 heads: the weights of the last row show the bias to float32's digits."""
     module = MultiheadAttention(32, 32, batch_first=True, causal=True).bfloat16()
     slopes = module.slopes("cpu")
@@ -303,7 +303,7 @@ def test_D2_a_long_half_precision_row_keeps_its_bias():
     torch.testing.assert_close(aux.lse[0, :, 0].double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_D3_autocast_rounds_projections_and_nothing_of_the_bias():
+def test_autocast_rounds_projections_and_nothing_of_the_bias():
     module, tokens = attention(), inputs(1, 300, WIDTH)
     with torch.no_grad():
         module.in_proj_weight[: 2 * WIDTH] = 0.0  # flat: only the bias is left in the scores
@@ -316,7 +316,7 @@ def test_D3_autocast_rounds_projections_and_nothing_of_the_bias():
     torch.testing.assert_close(weights.float(), expected, rtol=2**-8, atol=0.0)
 
 
-def test_F10_meta_and_default_device():
+def test_meta_and_default_device():
     module = MultiheadAttention(WIDTH, HEADS, device="meta", batch_first=True)
     tokens = inputs().to("meta")
     out, weights = module(tokens, tokens, tokens, key_padding_mask=padding().to("meta"))
@@ -350,7 +350,7 @@ def test_from_torch_shares_the_parameters(options: dict[str, Any]):
     close(ours(query, key, value)[0], theirs(query, key, value)[0])
 
 
-def test_G11_vmap_and_functional_call():
+def test_vmap_and_functional_call():
     module, tokens = attention(slopes=Slopes(HEADS, learned=True)), inputs()
     parameters = dict(module.named_parameters())
     several = {name: torch.stack([tensor, 1.5 * tensor, -tensor]) for name, tensor in parameters.items()}
@@ -367,7 +367,7 @@ def test_G11_vmap_and_functional_call():
         vmap(call, (0, None, 0))(several, tokens, floats - 1)
 
 
-def test_G11_gradients_per_example():
+def test_gradients_per_example():
     module, tokens = attention(slopes=Slopes(HEADS, learned=True)), inputs()
     parameters = {name: tensor.detach() for name, tensor in module.named_parameters()}
 

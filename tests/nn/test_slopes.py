@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nn.Slopes`: a rule that nothing rounds. Letters: cases.md."""
+"""`nn.Slopes`: a rule that nothing rounds."""
 
 import copy
 import json
@@ -31,12 +31,12 @@ def test_heads_that_do_not_divide_are_refused():
         Slopes(12, world=5)
 
 
-def test_L3_L6_fixed_slopes_are_no_parameters_and_no_state():
+def test_fixed_slopes_are_no_parameters_and_no_state():
     slopes = Slopes(8)
     assert not list(slopes.parameters()) and not list(slopes.buffers()) and not slopes.state_dict()
 
 
-def test_L3_learned_slopes_start_at_the_rule_and_stay_positive():
+def test_learned_slopes_start_at_the_rule_and_stay_positive():
     slopes = Slopes(8, learned=True)
     assert torch.equal(slopes(), alibi_slopes(8))  # powers of two survive the logarithm
     assert slopes.log2_slopes is not None
@@ -60,7 +60,7 @@ def test_a_head_without_a_bias_is_not_learned():
     assert slopes.log2_slopes.grad.isfinite().all()
 
 
-def test_A8_the_configuration_makes_the_round_trip():
+def test_the_configuration_makes_the_round_trip():
     slopes = Slopes(32, max_bias=16.0, biased_heads=24, rank=1, world=2)
     again = Slopes(**json.loads(json.dumps(slopes.config)))
     assert torch.equal(slopes(), again()) and again.config["max_bias"] == 16.0
@@ -70,28 +70,28 @@ def test_A8_the_configuration_makes_the_round_trip():
     assert Slopes(32).config["max_bias"] == 8.0
 
 
-def test_A5_some_heads_have_no_bias():
+def test_some_heads_have_no_bias():
     assert Slopes(6, biased_heads=4)().tolist() == [*alibi_slopes(4).tolist(), 0.0, 0.0]
     assert not Slopes(6, biased_heads=0).uses_alibi and Slopes(6).uses_alibi
 
 
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize(("heads", "world"), [(8, 2), (12, 2), (40, 4), (6, 1), (6, 6)])
-def test_J1_J2_ranks_tile_the_global_slopes(heads: int, world: int, learned: bool):
+def test_ranks_tile_the_global_slopes(heads: int, world: int, learned: bool):
     for biased in (None, heads // 2 + 1):
         ranks = [Slopes(heads, biased_heads=biased, learned=learned, rank=rank, world=world) for rank in range(world)]
         whole = Slopes(heads, biased_heads=biased, learned=learned)
         assert torch.equal(torch.cat([part() for part in ranks]), whole())
 
 
-def test_J1_known_slices():
+def test_known_slices():
     assert Slopes(8, rank=1, world=2)().tolist() == [1 / 32, 1 / 64, 1 / 128, 1 / 256]
     expected = [0.0078125, 0.00390625, 0.70710678, 0.35355339, 0.17677670, 0.08838835]
     assert Slopes(12, rank=1, world=2)().tolist() == pytest.approx(expected)
     assert Slopes(40, rank=1, world=2)()[0].item() == pytest.approx(0.02627801)
 
 
-def test_J2_ranks_together_are_the_single_rank():
+def test_ranks_together_are_the_single_rank():
     query, key, value = (inputs(2, 8, 5, 4) for _ in range(3))
     whole = alibi_attention(query, key, value, Slopes(8)(), causal=True)
     parts = [
@@ -102,7 +102,7 @@ def test_J2_ranks_together_are_the_single_rank():
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_D2_nothing_rounds_the_slopes(learned: bool):
+def test_nothing_rounds_the_slopes(learned: bool):
     slopes, exact = Slopes(32, learned=learned), Slopes(32, learned=learned)()
     for change in (
         lambda module: module.half(),
@@ -117,7 +117,7 @@ def test_D2_nothing_rounds_the_slopes(learned: bool):
         assert slopes().dtype == torch.float32 and torch.equal(slopes(), exact)
 
 
-def test_D2_learned_slopes_keep_their_gradient_in_float32():
+def test_learned_slopes_keep_their_gradient_in_float32():
     slopes = Slopes(3, learned=True)
     slopes().sum().backward()
     parameter = slopes.half().log2_slopes
@@ -126,7 +126,7 @@ def test_D2_learned_slopes_keep_their_gradient_in_float32():
     assert slopes.double()().dtype == torch.float64
 
 
-def test_D2_learned_slopes_in_half_precision_are_refused():
+def test_learned_slopes_in_half_precision_are_refused():
     slopes = Slopes(8, learned=True)
     half = {name: tensor.bfloat16() for name, tensor in slopes.state_dict().items()}
     slopes.load_state_dict(half)  # copies into float32
@@ -137,7 +137,7 @@ def test_D2_learned_slopes_in_half_precision_are_refused():
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_D2_meta_initialisation(learned: bool):
+def test_meta_initialisation(learned: bool):
     with torch.device("meta"):
         slopes = nn.Sequential(Slopes(12, learned=learned))
     slopes.to_empty(device="cpu")
@@ -146,7 +146,7 @@ def test_D2_meta_initialisation(learned: bool):
     assert torch.equal(slopes[0]("cpu"), Slopes(12, learned=learned)("cpu"))
 
 
-def test_D2_learned_slopes_survive_a_checkpoint():
+def test_learned_slopes_survive_a_checkpoint():
     slopes = Slopes(5, learned=True)
     with torch.no_grad():
         slopes.log2_slopes.add_(torch.randn(5))
@@ -155,14 +155,14 @@ def test_D2_learned_slopes_survive_a_checkpoint():
     assert torch.equal(again(), slopes()) and not torch.equal(again(), alibi_slopes(5))
 
 
-def test_D3_autocast_leaves_slopes_alone():
+def test_autocast_leaves_slopes_alone():
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(Slopes(32)(), alibi_slopes(32))
         learned = Slopes(32, learned=True)()
     assert torch.equal(learned, Slopes(32, learned=True)())
 
 
-def test_F10_the_device_is_the_one_asked_for():
+def test_the_device_is_the_one_asked_for():
     slopes = Slopes(4)
     assert slopes("meta").device.type == "meta" and slopes("cpu").device.type == "cpu"
     with torch.device("meta"):
@@ -187,7 +187,7 @@ def test_what_was_made_under_inference_mode_can_be_differentiated_through():
     assert torch.equal(factor.grad, alibi_slopes(4))
 
 
-def test_L3_weight_decay_leaves_learned_slopes_alone():
+def test_weight_decay_leaves_learned_slopes_alone():
     shared = Slopes(3, learned=True)
     model = nn.ModuleList([nn.Linear(2, 3), nn.ModuleList([shared]), shared, Slopes(5)])
     decayed, free = weight_decay_groups(model, 0.5)

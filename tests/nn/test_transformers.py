@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nn.MultiheadAttention` inside torch's encoder and decoder layers. Letters: cases.md.
+"""`nn.MultiheadAttention` inside torch's encoder and decoder layers.
 
 torch's fused inference path would leave the bias out, and training hands boolean masks on as floats.
 """
@@ -23,7 +23,7 @@ def encoder_layer(**options: Any) -> nn.TransformerEncoderLayer:
 
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_C9_training_and_inference_agree_and_carry_the_bias(batch_first: bool, norm_first: bool):
+def test_training_and_inference_agree_and_carry_the_bias(batch_first: bool, norm_first: bool):
     encoder = nn.TransformerEncoder(
         encoder_layer(batch_first=batch_first, norm_first=norm_first), 2, enable_nested_tensor=False
     )
@@ -41,7 +41,7 @@ def test_C9_training_and_inference_agree_and_carry_the_bias(batch_first: bool, n
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_C9_an_encoder_that_nests_its_input():
+def test_an_encoder_that_nests_its_input():
     """Replaced after the encoder was built, which by then wants nested tensors."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, 24, 0.0, batch_first=True), 2)
     for layer in encoder.layers:
@@ -84,7 +84,7 @@ def test_a_whole_transformer():
         close(model(source, target[:, :3], **call), trained[:, :3])
 
 
-def test_H7_a_shifted_block_gives_the_same_output():
+def test_a_shifted_block_gives_the_same_output():
     """True of ALiBi alone; an absolute position embedding added before the encoder breaks it."""
     encoder = nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False).eval()
     block, shift = inputs(1, 5, WIDTH), 4

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from ..semantics.blocks import dense
 from ..semantics.dropout import keep_mask
-from ..semantics.problem import Gradients, Operands, Problem, Result
+from ..semantics.problem import FEATURES, Gradients, Operands, Problem, Result
 
 NAME = "reference"
 COMPOSITE = True
+SUPPORTS = FEATURES
 
 
 def why_not(problem: Problem) -> str | None:
     """It runs everything."""
-    return None
+    return problem.beyond(SUPPORTS)
 
 
 def forward(problem: Problem, operands: Operands) -> Result:

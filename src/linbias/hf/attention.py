@@ -54,8 +54,8 @@ def attend(
     if cache is not None:
         grow_in_place(cache, number)
         key, value = cache.update(key, value, number)
-    if key.shape[2] != mask.keys.count:
-        raise ValueError(f"the cache gave {key.shape[2]} keys, and get_mask_sizes said {mask.keys.count}")
+    if key.shape[2] != mask.keys.length:
+        raise ValueError(f"the cache gave {key.shape[2]} keys, and get_mask_sizes said {mask.keys.length}")
     inputs = autocast(query, key, value)
     eager = mask.eager_bias is not None
     options: AttentionOptions = {"causal": mask.causal, "attn_mask": mask.attn_mask, "scale": layer.score_scale}

@@ -11,20 +11,19 @@ from torch import Tensor
 
 from .config import AnyScheme, CompareCommand, TrainedScheme
 from .data import Corpus, load_corpus, require_bytes
-from .display import open_display
 from .environment import machine, versions
 from .evaluate import Trial, score, scored_bytes, testing_cost
 from .model import build_decoder, count_parameters
-from .monitor import Monitor
 from .positions import why_not
+from .progress import Tell
 from .results import Results, Row, make_cells
-from .runner import Job, run_jobs, usable_cores
 from .storage import load_tensors
+from .tasks import Task, run_tasks, usable_cores
 from .train import Run, load_checkpoint, resolve_device, train, training_cost
 
 
 @dataclass(frozen=True)
-class Plan:
+class Comparison:
     """What a comparison will do, worked out and checked before anything runs."""
 
     command: CompareCommand
@@ -97,10 +96,10 @@ class Plan:
         require_bytes(self.corpus.validation, length + 1, f"to validate on passages of {length:,}")
         assert self.scored > 0 and self.device
 
-    def jobs(self) -> list[Job]:
-        """Return all jobs: training first, then tests, the longest first, so that no core idles at the end."""
+    def tasks(self) -> list[Task]:
+        """Return all tasks: training first, then tests, the longest first, so that no core idles at the end."""
         trainings = [
-            Job(
+            Task(
                 name=f"train {scheme}",
                 cost=training_cost(self.command.model, self.command.train),
                 work=partial(_train, self.command, scheme),
@@ -108,7 +107,7 @@ class Plan:
             for scheme in self.command.schemes
         ]
         tests = [
-            Job(
+            Task(
                 name=f"test {name} at {length:,}",
                 cost=testing_cost(self.command.model, length, self.scored, self.command.evaluate.stride),
                 after=f"train {scheme}",
@@ -125,17 +124,18 @@ def _corpus(source: Path | None) -> Corpus:
     return load_corpus(source)
 
 
-def _train(command: CompareCommand, scheme: TrainedScheme, monitor: Monitor) -> None:
-    plan = Plan(command)
-    train(plan.run(scheme), plan.checkpoints, monitor)
+def _train(command: CompareCommand, scheme: TrainedScheme, tell: Tell) -> None:
+    plan = Comparison(command)
+    train(plan.run(scheme), plan.checkpoints, tell)
 
 
-def _test(command: CompareCommand, trained: TrainedScheme, scheme: AnyScheme, length: int, monitor: Monitor) -> None:
-    trial = _trial(Plan(command), trained, scheme, length)
-    score(trial, monitor, trial.file(Plan(command).scores))
+def _test(command: CompareCommand, trained: TrainedScheme, scheme: AnyScheme, length: int, tell: Tell) -> None:
+    plan = Comparison(command)
+    trial = _trial(plan, trained, scheme, length)
+    score(trial, tell, trial.file(plan.scores))
 
 
-def _trial(plan: Plan, trained: TrainedScheme, scheme: AnyScheme, length: int) -> Trial:
+def _trial(plan: Comparison, trained: TrainedScheme, scheme: AnyScheme, length: int) -> Trial:
     return Trial(
         trained=load_checkpoint(plan.run(trained).checkpoint(plan.checkpoints)),
         scheme=scheme,
@@ -147,7 +147,7 @@ def _trial(plan: Plan, trained: TrainedScheme, scheme: AnyScheme, length: int) -
     )
 
 
-def collect(plan: Plan) -> Results:
+def collect(plan: Comparison) -> Results:
     """Read the checkpoints and scores of a plan that was carried out."""
     scored, command = plan.scored, plan.command
     segments = scored // plan.lengths[-1]
@@ -165,7 +165,7 @@ def collect(plan: Plan) -> Results:
     )
 
 
-def _rows(plan: Plan, trained: TrainedScheme, segments: int) -> list[Row]:
+def _rows(plan: Comparison, trained: TrainedScheme, segments: int) -> list[Row]:
     """The row of a trained scheme, and one for each scheme that was run with its weights."""
     path = plan.run(trained).checkpoint(plan.checkpoints)
     about = load_checkpoint(path).about
@@ -203,12 +203,7 @@ def compare(command: CompareCommand) -> Results:
         Interrupted: stopped on request; calling again goes on.
         DataError, ConfigError: it cannot be carried out; nothing has run.
     """
-    plan = Plan(command)
+    plan = Comparison(command)
     plan.check()
-    jobs = plan.jobs()
-    display = open_display("compare", sum(job.cost for job in jobs))
-    try:
-        run_jobs(jobs, plan.workers, display)
-    finally:
-        display.close()
+    run_tasks("compare", plan.tasks(), plan.workers)
     return collect(plan)

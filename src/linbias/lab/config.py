@@ -12,10 +12,10 @@ VOCABULARY = 256
 TrainedScheme = Literal["alibi", "sinusoidal", "learned", "rope", "none"]
 AnyScheme = Literal["alibi", "sinusoidal", "learned", "rope", "none", "alibi-window"]
 Split = Literal["train", "validation", "test"]
-BenchPart = Literal["forward", "training", "inputs", "figures", "memory"]
+BenchPart = Literal["forward", "training"]
 DtypeName = Literal["float16", "bfloat16", "float32", "float64"]
 
-ALL_PARTS: tuple[BenchPart, ...] = ("forward", "training", "inputs", "figures", "memory")
+ALL_PARTS: tuple[BenchPart, ...] = ("forward", "training")
 ALL_SCHEMES: tuple[TrainedScheme, ...] = ("alibi", "sinusoidal", "learned", "rope", "none")
 
 
@@ -28,6 +28,11 @@ def at_least(least: float, **values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not value >= least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+def _check_lengths(lengths: tuple[int, ...] | None) -> None:
+    if lengths is not None and (not lengths or min(lengths) < 1):
+        raise ConfigError(f"lengths must be one or more whole numbers of at least 1, got {lengths}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +98,8 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         at_least(1, test_bytes=self.test_bytes, stride=self.stride)
-        if self.lengths is None:
-            return
-        if not self.lengths or min(self.lengths) < 1:
-            raise ConfigError(f"lengths must be one or more whole numbers of at least 1, got {self.lengths}")
-        if self.stride is not None and self.stride > min(self.lengths):
+        _check_lengths(self.lengths)
+        if self.lengths is not None and self.stride is not None and self.stride > min(self.lengths):
             raise ConfigError(
                 f"stride must not exceed the shortest length, {min(self.lengths)}, got {self.stride}; "
                 "bytes between two windows would go unscored"
@@ -116,7 +118,20 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainCommand:
+class _Training:
+    """What every command that trains can be told."""
+
+    data: Path | None = None
+    """Text file or folder to train and test on; the embedded novels if not given. A folder with train, validation and
+    test files (any suffix) is split that way, anything else 80 / 10 / 10 in order."""
+    device: str = "auto"
+    """Where to compute: cpu, cuda, mps ...; auto takes CUDA if there is one."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand(_Training):
     """Train one model with one positional scheme and keep it as a checkpoint.
 
     Interrupt it whenever you like (Ctrl-C): the same command goes on where it stopped, and ends with the weights it
@@ -126,15 +141,8 @@ class TrainCommand:
 
     scheme: TrainedScheme = "alibi"
     """How the model knows where a byte stands."""
-    data: Path | None = None
-    """Text file or folder to train on; the embedded novels if not given. A folder with train, validation and test
-    files (any suffix) is split that way, anything else 80 / 10 / 10 in order."""
     out: Path = Path("linbias-runs")
     """Folder for checkpoints."""
-    device: str = "auto"
-    """Where to compute: cpu, cuda, mps ...; auto takes CUDA if there is one."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +166,7 @@ class EvaluateCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareCommand:
+class CompareCommand(_Training):
     """Train a model with each positional scheme on short passages, test all of them on texts up to 16 times longer.
 
     Everything but the scheme is the same: data, order of passages, first weights, budget, bytes scored. Writes a table,
@@ -168,17 +176,10 @@ class CompareCommand:
 
     schemes: tuple[TrainedScheme, ...] = ALL_SCHEMES
     """Which schemes to compare."""
-    data: Path | None = None
-    """Text file or folder to train and test on; the embedded novels if not given. A folder with train, validation and
-    test files (any suffix) is split that way, anything else 80 / 10 / 10 in order."""
     out: Path = Path("linbias-compare")
     """Folder for the report, checkpoints and scores."""
     workers: int | None = None
     """Processes that work side by side; one per core, but no more than schemes, if not given. 1: all in this one."""
-    device: str = "auto"
-    """Where to compute: cpu, cuda, mps ...; auto takes CUDA if there is one."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
 
     def __post_init__(self) -> None:
@@ -235,20 +236,19 @@ class DoctorCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCommand:
-    """Time attention beside its peers: torch's with no bias, with a dense mask, FlexAttention, the formula.
+    """Time attention on this machine, beside torch's own causal attention without any bias, by length.
 
-    Prints every ratio with the goal it has, and writes results.json and plot.png: time per token against length. What
-    gives wrong results is not timed. Interrupt it whenever you like (Ctrl-C): the same command goes on where it
+    Prints the ratios, and writes results.json and plot.png: time per token against length. What gives wrong results is
+    not timed. Interrupt it whenever you like (Ctrl-C): the same command goes on where it
     stopped. A run that was finished is measured anew.
     """
 
     quick: bool = False
-    """Few repetitions, and two short lengths if none are given; the figures and the memory stay as they are."""
+    """Few repetitions, and two short lengths if none are given."""
     lengths: tuple[int, ...] | None = None
     """Tokens; 512 to 131,072 if not given. Each implementation leaves out what would take it minutes."""
     parts: tuple[BenchPart, ...] = ALL_PARTS
-    """forward and training: against peers by length. inputs: with an attention sink, and in a model trained here.
-    figures: rates, decode, half types, threads, small calls. memory: peaks in processes of their own."""
+    """forward: without gradients. training: forward and backward, up to 8,192 tokens."""
     backends: tuple[Literal["native", "tiled", "reference"], ...] | None = None
     """Which of linbias's backends to time; native and tiled, where they can run, if not given."""
     threads: int = 1
@@ -258,7 +258,6 @@ class BenchCommand:
 
     def __post_init__(self) -> None:
         at_least(1, threads=self.threads)
-        if self.lengths is not None and (not self.lengths or min(self.lengths) < 1):
-            raise ConfigError(f"lengths must be one or more whole numbers of at least 1, got {self.lengths}")
+        _check_lengths(self.lengths)
         if not self.parts:
             raise ConfigError(f"parts must name at least one of {', '.join(ALL_PARTS)}")

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from .. import backends
-from ..semantics.slopes import alibi_slopes
+from .. import alibi_slopes, backends
 from .environment import accelerators, machine, versions
 
 _EXTRAS = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from .runner import usable_cores
+from .tasks import usable_cores
 
 PACKAGES = ("numpy", "tyro", "tqdm", "matplotlib", "jinja2", "safetensors", "transformers")
 

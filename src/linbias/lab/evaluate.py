@@ -18,10 +18,10 @@ from torch import Tensor
 
 from .config import AnyScheme, ConfigError, EvaluateConfig, ModelConfig
 from .data import Text, require_bytes
-from .model import Decoder, cost_per_token
-from .monitor import Interrupted, Monitor, SaveClock
+from .model import ByteDecoder, cost_per_token
 from .positions import SCHEMES
-from .storage import fingerprint, load_tensors, save_tensors
+from .progress import Interrupted, SaveClock, Tell, silent
+from .storage import digest_of_facts, load_tensors, save_tensors
 from .train import Trained
 
 _TOKENS_AT_ONCE = 4096
@@ -89,9 +89,10 @@ class Trial:
     stride: int | None
     device: str
 
-    def fingerprint(self) -> str:
-        """Return 12 hexadecimal digits that change when the scores could."""
-        return fingerprint(
+    @property
+    def identity(self) -> str:
+        """12 hexadecimal digits that change when the scores could."""
+        return digest_of_facts(
             checkpoint=self.trained.about["fingerprint"],
             scheme=self.scheme,
             text=self.text.digest,
@@ -103,7 +104,7 @@ class Trial:
 
     def file(self, folder: Path) -> Path:
         """Return where the scores are kept below `folder`."""
-        return folder / f"{self.scheme}-{self.length}-{self.fingerprint()}.safetensors"
+        return folder / f"{self.scheme}-{self.length}-{self.identity}.safetensors"
 
 
 def testing_cost(model: ModelConfig, length: int, scored: int, stride: int | None) -> float:
@@ -112,13 +113,13 @@ def testing_cost(model: ModelConfig, length: int, scored: int, stride: int | Non
     return tokens * cost_per_token(model, length)
 
 
-def score(trial: Trial, monitor: Monitor, file: Path | None = None) -> Tensor:
+def score(trial: Trial, tell: Tell = silent, file: Path | None = None) -> Tensor:
     """Return the loss of each scored byte in nats, (scored,) fp32, on the CPU.
 
     With `file`, scores are kept there; what an earlier call left is not computed again.
 
     Raises:
-        Interrupted: the monitor asked to stop; what is done is saved.
+        Interrupted: `tell` raised it; what is done is saved.
     """
     windows = plan_windows(trial.scored, trial.length, trial.stride)
     pieces: list[Tensor] = []
@@ -126,32 +127,35 @@ def score(trial: Trial, monitor: Monitor, file: Path | None = None) -> Tensor:
     if file is not None and file.exists():
         tensors, about = load_tensors(file)
         pieces, done = [tensors["nats"]], about["windows"]
-    monitor.resume(done / len(windows.starts))
     if done == len(windows.starts):
+        tell(1.0, "")
         return pieces[0]
     model = trial.trained.decoder(trial.scheme).to(trial.device)
     text = trial.text.tensor(trial.device)[: trial.scored + 1].long()
     clock = SaveClock()
     batch = max(1, _TOKENS_AT_ONCE // trial.length)
-    while done < len(windows.starts):
-        stop = monitor.should_stop()
-        if file is not None and (stop or clock.due()):
-            _save(file, pieces, done)
-        if stop:
-            raise Interrupted(f"{trial.scheme} at {trial.length:,}: stopped after {done:,} windows, saved")
-        pieces.append(_score_windows(model, text, windows, slice(done, done + batch)))
-        done = min(done + batch, len(windows.starts))
-        monitor.advance(done / len(windows.starts), f"testing at {trial.length:,}")
-    if file is not None:
+    try:
+        tell(done / len(windows.starts), "")
+        while done < len(windows.starts):
+            pieces.append(_score_windows(model, text, windows, slice(done, done + batch)))
+            done = min(done + batch, len(windows.starts))
+            tell(done / len(windows.starts), f"testing at {trial.length:,}")
+            if clock.due():
+                _save(file, pieces, done)
+    except Interrupted:
         _save(file, pieces, done)
+        raise Interrupted(f"{trial.scheme} at {trial.length:,}: stopped after {done:,} windows, saved") from None
+    _save(file, pieces, done)
     return torch.cat(pieces)
 
 
-def _save(file: Path, pieces: list[Tensor], windows: int) -> None:
+def _save(file: Path | None, pieces: list[Tensor], windows: int) -> None:
+    if file is None:
+        return
     save_tensors(file, {"nats": torch.cat([torch.empty(0), *pieces])}, {"kind": "linbias scores", "windows": windows})
 
 
-def _score_windows(model: Decoder, text: Tensor, windows: Windows, which: slice) -> Tensor:
+def _score_windows(model: ByteDecoder, text: Tensor, windows: Windows, which: slice) -> Tensor:
     starts, firsts = windows.starts[which], windows.firsts[which]
     tokens = text[(starts[:, None] + torch.arange(windows.length + 1)).to(text.device)]
     with torch.no_grad():

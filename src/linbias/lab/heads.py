@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..semantics.bounds import reach
+from .. import alibi_slopes, reach
 from ..semantics.problem import default_tolerance
-from ..semantics.slopes import alibi_slopes
 from .config import InspectCommand
 from .tables import align
 

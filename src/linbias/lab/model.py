@@ -77,7 +77,7 @@ class Transformer(nn.Module):
         return self.norm_f(hidden_BTC)
 
 
-class Decoder(nn.Module):
+class ByteDecoder(nn.Module):
     """A language model over bytes."""
 
     def __init__(self, config: ModelConfig, scheme: str, length: int) -> None:
@@ -116,11 +116,11 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def build_decoder(config: ModelConfig, scheme: str, length: int, seed: int) -> Decoder:
+def build_decoder(config: ModelConfig, scheme: str, length: int, seed: int) -> ByteDecoder:
     """Return a decoder initialised from `seed`; schemes that share a seed share every weight they have in common."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        decoder = Decoder(config, scheme, length)
+        decoder = ByteDecoder(config, scheme, length)
         decoder.initialise()
         return decoder
 

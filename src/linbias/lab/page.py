@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..semantics.slopes import alibi_slopes
+from .. import alibi_slopes
 from .extras import need
 from .heads import effective_context
 from .remarks import headline, interval, remarks

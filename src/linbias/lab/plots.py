@@ -3,6 +3,7 @@
 
 import io
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -53,8 +54,12 @@ def label(ax: Any, title: str, x: str, y: str) -> None:
 
 def log_lengths(ax: Any, lengths: list[int]) -> None:
     """Give axes a logarithmic x of lengths, 1k for 1,024."""
+    _octave_axis(ax, lengths, [f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}" for length in lengths])
+
+
+def _octave_axis(ax: Any, ticks: Sequence[int], names: Sequence[str]) -> None:
     ax.set_xscale("log", base=2)
-    ax.set_xticks(lengths, [f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}" for length in lengths])
+    ax.set_xticks(ticks, names)
     ax.minorticks_off()
 
 
@@ -67,9 +72,7 @@ def log_values(ax: Any) -> None:
 
 
 def _length_axis(ax: Any, ticks: tuple[int, ...], trained: int) -> None:
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    ax.minorticks_off()
+    _octave_axis(ax, ticks, [f"{tick:,}" for tick in ticks])
     ax.axvline(trained, color=QUIET, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..attention import alibi_attention
-from ..semantics.slopes import alibi_slopes
+from .. import alibi_attention, alibi_slopes
 from .config import ModelConfig
 
 

@@ -10,16 +10,15 @@ from torch import Tensor
 
 from .config import AnyScheme, EvaluateCommand, TrainCommand
 from .data import load_corpus
-from .display import open_display
 from .evaluate import Trial, check_scheme, score, scored_bytes, testing_cost
 from .model import count_parameters
-from .monitor import Monitor
 from .positions import SCHEMES, why_not
+from .progress import Tell
 from .remarks import interval
 from .results import make_cells
-from .runner import Job, run_jobs
 from .statistics import METHOD, Estimate
 from .tables import align
+from .tasks import Task, run_tasks
 from .train import Run, Trained, load_checkpoint, resolve_device, train
 
 
@@ -38,19 +37,8 @@ def train_one(command: TrainCommand) -> Path:
         device=resolve_device(command.device),
     )
 
-    def work(monitor: Monitor) -> None:
-        train(run, command.out, monitor)
-
-    _run_here([Job(name=f"train {run.scheme}", cost=1.0, work=work)])
+    run_tasks("linbias", [Task(name=f"train {run.scheme}", work=partial(train, run, command.out))])
     return run.checkpoint(command.out)
-
-
-def _run_here(jobs: list[Job]) -> None:
-    display = open_display("linbias", sum(job.cost for job in jobs))
-    try:
-        run_jobs(jobs, workers=1, display=display)
-    finally:
-        display.close()
 
 
 def describe_training(path: Path) -> str:
@@ -93,7 +81,7 @@ def evaluate_checkpoint(command: EvaluateCommand) -> dict[str, Any]:
         device=resolve_device(command.device),
     )
     scores: dict[int, Tensor | str] = {}
-    jobs: list[Job] = []
+    tasks: list[Task] = []
     for length in lengths:
         reason = why_not(scheme, trained.model, trained.length, length)
         if reason is not None:
@@ -101,13 +89,13 @@ def evaluate_checkpoint(command: EvaluateCommand) -> dict[str, Any]:
             continue
         cost = testing_cost(trained.model, length, trial.scored, trial.stride)
         work = partial(_keep_score, scores, replace(trial, length=length))
-        jobs.append(Job(name=f"test at {length:,}", cost=cost, work=work))
-    _run_here(jobs)
+        tasks.append(Task(name=f"test at {length:,}", cost=cost, work=work))
+    run_tasks("linbias", tasks)
     return _found(trained, trial, scores)
 
 
-def _keep_score(scores: dict[int, Tensor | str], trial: Trial, monitor: Monitor) -> None:
-    scores[trial.length] = score(trial, monitor)
+def _keep_score(scores: dict[int, Tensor | str], trial: Trial, tell: Tell) -> None:
+    scores[trial.length] = score(trial, tell)
 
 
 def _found(trained: Trained, trial: Trial, scores: dict[int, Tensor | str]) -> dict[str, Any]:

@@ -19,12 +19,13 @@ from .extras import need
 
 _PRESENTATION = {
     "cli.py",
-    "lab/report.py",
+    "lab/exports.py",
     "lab/page.py",
     "lab/plots.py",
     "lab/heads.py",
     "lab/doctor.py",
-    "lab/runner.py",
+    "lab/tasks.py",
+    "lab/progress.py",
 }
 """Source files, relative to the package, that decide how results look and not what they are."""
 _BENCH = "lab/bench/"
@@ -55,6 +56,11 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write `content` atomically."""
+    write_atomically(path, lambda temporary: temporary.write_bytes(content))
+
+
 def _flush_to_disk(path: Path) -> None:
     # Without this a crash of the machine could leave the new name with no content behind it.
     with path.open("rb+") as file:
@@ -68,8 +74,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) 
     # transformers refuses a safetensors file that does not say "format": "pt".
     header = {"format": "pt", "linbias": json.dumps(about)}
     # Written by us, because safetensors' own writer gives files that nobody else may read.
-    content = save(plain, metadata=header)
-    write_atomically(path, lambda temporary: temporary.write_bytes(content))
+    write_bytes(path, save(plain, metadata=header))
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -90,7 +95,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ) from error
 
 
-def fingerprint(**facts: object) -> str:
+def digest_of_facts(**facts: object) -> str:
     """Return 12 hexadecimal digits that stand for `facts`, this code and this torch.
 
     Left out: the number of threads, which may change the last bits of a sum but not what was run.
@@ -116,10 +121,10 @@ def _code_digest() -> str:
     kernels = find_spec("linbias._native")
     if kernels is not None and kernels.origin is not None:
         chosen["_native"] = Path(kernels.origin)
-    return digest_of(chosen)
+    return digest_of_files(chosen)
 
 
-def digest_of(files: Mapping[str, Path]) -> str:
+def digest_of_files(files: Mapping[str, Path]) -> str:
     """Digest of the names and contents of files."""
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from .config import ConfigError, ModelConfig, TrainConfig, TrainedScheme
 from .data import Corpus, Text, require_bytes
-from .model import Decoder, build_decoder, cost_per_token
-from .monitor import Interrupted, Monitor, SaveClock
-from .storage import CheckpointError, fingerprint, load_tensors, save_tensors
+from .model import ByteDecoder, build_decoder, cost_per_token
+from .progress import Interrupted, SaveClock, Tell, silent
+from .storage import CheckpointError, digest_of_facts, load_tensors, save_tensors
 
 KIND = "linbias decoder"
 _CURVE_POINTS = 10
@@ -38,9 +38,10 @@ class Run:
     device: str
     """A device as torch names it, not "auto"."""
 
-    def fingerprint(self) -> str:
-        """Return 12 hexadecimal digits that change when the weights could."""
-        return fingerprint(
+    @property
+    def identity(self) -> str:
+        """12 hexadecimal digits that change when the weights could."""
+        return digest_of_facts(
             scheme=self.scheme,
             model=self.model,
             train=self.train,
@@ -50,7 +51,7 @@ class Run:
 
     def checkpoint(self, folder: Path) -> Path:
         """Return where the trained model is kept below `folder`."""
-        return folder / f"{self.scheme}-{self.fingerprint()}.safetensors"
+        return folder / f"{self.scheme}-{self.identity}.safetensors"
 
 
 def resolve_device(name: str) -> str:
@@ -68,33 +69,34 @@ def resolve_device(name: str) -> str:
     return str(torch.device(name))
 
 
-def train(run: Run, folder: Path, monitor: Monitor) -> Path:
+def train(run: Run, folder: Path, tell: Tell = silent) -> Path:
     """Train to the end, from the start or from where an earlier call stopped, and return the checkpoint.
 
     A finished checkpoint of the same run is returned as it is.
 
     Raises:
-        Interrupted: the monitor asked to stop; the state is saved.
+        Interrupted: `tell` raised it; the state is saved.
         DataError: too little text for one passage.
     """
     path = run.checkpoint(folder)
     if path.exists():
-        monitor.resume(1.0)
+        tell(1.0, "")
         return path
     partial = path.with_suffix(".partial.safetensors")
     trainer = Trainer(run)
     if partial.exists():
         trainer.restore(partial)
-    monitor.resume(trainer.step / run.train.steps)
     clock = SaveClock()
-    while trainer.step < run.train.steps:
-        if monitor.should_stop():
-            trainer.save_partial(partial)
-            raise Interrupted(f"{run.scheme}: stopped after {trainer.step} of {run.train.steps} updates, saved")
-        bits = trainer.update()
-        monitor.advance(trainer.step / run.train.steps, f"{bits:.2f} bits/byte")
-        if clock.due():
-            trainer.save_partial(partial)
+    try:
+        tell(trainer.step / run.train.steps, "")
+        while trainer.step < run.train.steps:
+            bits = trainer.update()
+            tell(trainer.step / run.train.steps, f"{bits:.2f} bits/byte")
+            if clock.due():
+                trainer.save_partial(partial)
+    except Interrupted:
+        trainer.save_partial(partial)
+        raise Interrupted(f"{run.scheme}: stopped after {trainer.step} of {run.train.steps} updates, saved") from None
     trainer.save_final(path)
     partial.unlink(missing_ok=True)
     return path
@@ -123,7 +125,7 @@ class Trainer:
         self._held_out = _spread_passages(run.corpus.validation, length, run.device)
 
     @property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> ByteDecoder:
         """The model, as far as it is trained."""
         return self._model
 
@@ -171,7 +173,7 @@ class Trainer:
             tensors, about = load_tensors(path)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; delete it to start over") from error
-        if about.get("fingerprint") != self.run.fingerprint():
+        if about.get("fingerprint") != self.run.identity:
             raise CheckpointError(f"{str(path)!r} belongs to another run; delete it to start over")
         weights = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
         self._model.load_state_dict(weights)
@@ -194,7 +196,7 @@ class Trainer:
         run = self.run
         return {
             "kind": KIND,
-            "fingerprint": run.fingerprint(),
+            "fingerprint": run.identity,
             "scheme": run.scheme,
             "model": asdict(run.model),
             "train": asdict(run.train),
@@ -228,7 +230,7 @@ def _spread_passages(text: Text, length: int, device: str) -> Tensor:
     return text.tensor(device)[(starts[:, None] + torch.arange(length + 1)).to(device)].long()
 
 
-def _adamw(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
+def _adamw(model: ByteDecoder, config: TrainConfig) -> torch.optim.AdamW:
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -249,7 +251,7 @@ class Trained:
     about: dict[str, Any]
     """Everything the checkpoint says of itself."""
 
-    def decoder(self, scheme: str | None = None) -> Decoder:
+    def decoder(self, scheme: str | None = None) -> ByteDecoder:
         """Return the model, with the positional scheme it was trained with or another that takes the same weights."""
         decoder = build_decoder(self.model, scheme or self.scheme, self.length, seed=0)
         decoder.load_state_dict(self.weights)

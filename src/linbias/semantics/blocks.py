@@ -340,7 +340,7 @@ def dense(
     """
     queries, keys, mask = Tokens.queries_of(operands), Tokens.keys_of(operands), operands.attn_mask
     if rows is not None:
-        rows = slice(*rows.indices(queries.count))
+        rows = slice(*rows.indices(queries.length))
         queries = queries.part(rows)
         mask = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]
     if columns is not None:

@@ -41,6 +41,12 @@ def unwatched() -> bool:
     )
 
 
+def autocast_enabled(kind: str) -> bool:
+    """Whether torch's autocast is on for this type of device."""
+    available = kind == "cpu" or (kind != "meta" and torch.amp.is_autocast_available(kind))
+    return available and torch.is_autocast_enabled(kind)
+
+
 def readable(tensor: Tensor) -> bool:
     """Whether reading a value waits for no device and breaks no trace."""
     return type(tensor) is Tensor and tensor.device.type == "cpu" and unwatched()

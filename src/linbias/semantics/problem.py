@@ -85,7 +85,9 @@ OPERAND_NAMES = Operands._fields
 OPTION_NAMES = Options._fields
 _OPTIONAL = tuple(Operands._field_defaults)
 _NEUTRAL = Options()
-FEATURES = frozenset((*_OPTIONAL, *OPTION_NAMES, "transformed"))
+TRANSFORMED = "functorch gradients or forward mode"
+"""The one feature that is torch's state and no argument: which only autograd through plain operations honours."""
+FEATURES = frozenset((*_OPTIONAL, *OPTION_NAMES, TRANSFORMED))
 """All that `Problem.features` can hold."""
 
 
@@ -109,7 +111,7 @@ class Problem(NamedTuple):
     value_dim: int
     features: frozenset[str]
     """What the call uses: the optional fields of `Operands` that are given, the fields of `Options` that are not
-    neutral, and "transformed" under a functorch gradient or forward-mode transform. A backend runs what it names."""
+    neutral, and `TRANSFORMED`. A backend names what it supports, and runs no call that uses more."""
 
     @staticmethod
     def of(operands: Operands, options: Options, *, transformed: bool = False) -> "Problem":
@@ -120,7 +122,7 @@ class Problem(NamedTuple):
         used = [name for name, tensor in given if tensor is not None]
         used += [name for name, a, b in zip(OPTION_NAMES, options, _NEUTRAL, strict=True) if a != b]
         if transformed:
-            used.append("transformed")
+            used.append(TRANSFORMED)
         return Problem(
             options=options,
             device=operands.query.device,
@@ -134,6 +136,11 @@ class Problem(NamedTuple):
             value_dim=value_dim,
             features=frozenset(used),
         )
+
+    def beyond(self, supported: frozenset[str]) -> str | None:
+        """What the call uses that a backend does not support, as the reason it gives; None: nothing."""
+        missing = self.features - supported
+        return f"does not support {', '.join(sorted(missing))}" if missing else None
 
     @property
     def group(self) -> int:

@@ -5,6 +5,7 @@ What is absent is None and costs nothing: positions that are not given are conse
 segments has no tensor for them.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,11 +18,11 @@ from .problem import Operands
 class Tokens(NamedTuple):
     """N tokens; `b` in a shape is B or 1. A rule that orders or ranks tokens reads them here and nowhere else.
 
-    `position` both orders tokens (causal, window) and ranks them (the bias). A scheme that ranks by something else, as by
-    a decay summed along the text, would add a coordinate of its own beside it.
+    `position` both orders tokens (causal, window) and ranks them (the bias). A scheme that ranks otherwise, as by a
+    decay summed along the text, would add a coordinate of its own beside it.
     """
 
-    count: int
+    length: int
     """N."""
     first: int
     """Position of the first token where `position` is None: the others follow one by one."""
@@ -71,30 +72,52 @@ class Tokens(NamedTuple):
         """Whether all batch items have the same tokens."""
         return all(field.shape[0] == 1 for field in self if isinstance(field, Tensor))
 
+    @property
+    def plain(self) -> bool:
+        """Whether tokens differ in their place alone."""
+        return not any(isinstance(field, Tensor) for field in self)
+
     def places(self) -> Tensor:
         """(b, N[, C]): the positions, written out where they are not given."""
         if self.position is not None:
             return self.position
-        return torch.arange(self.first, self.first + self.count, device=self.device)[None]
+        return torch.arange(self.first, self.first + self.length, device=self.device)[None]
 
     def part(self, span: slice | Tensor) -> "Tokens":
         """The tokens at `span`: a range, or numbers (n,)."""
-        rest = [None if field is None else field[:, span] for field in self[4:8]]
         if isinstance(span, slice):
             position = None if self.position is None else self.position[:, span]
-            return Tokens(span.stop - span.start, self.first + span.start, self.device, position, *rest)
-        return Tokens(len(span), 0, self.device, self.places()[:, span], *rest, self.position is None)
+            part = self._replace(length=span.stop - span.start, first=self.first + span.start, position=position)
+        else:
+            part = self._placed(len(span), self.places()[:, span])
+        return part._each(lambda tensor: tensor[:, span])
 
     def stretches(self, items: Tensor, starts: Tensor, length: int) -> "Tokens":
         """n stretches of `length` tokens, (n, length) each: of batch item items[n], from starts[n] on."""
         index = starts[:, None] + torch.arange(length, device=self.device)
 
-        def chosen(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[(items % tensor.shape[0])[:, None], index]
+        def chosen(tensor: Tensor) -> Tensor:
+            return tensor[(items % tensor.shape[0])[:, None], index]
 
         position = index + self.first if self.position is None else chosen(self.position)
-        rest = [chosen(field) for field in self[4:8]]
-        return Tokens(length, 0, self.device, position, *rest, self.position is None)
+        return self._placed(length, position)._each(chosen)
+
+    def _placed(self, length: int, position: Tensor) -> "Tokens":
+        counted = self.counted or self.position is None
+        return self._replace(length=length, first=0, position=position, counted=counted)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
+        """All but the positions changed alike."""
+
+        def changed(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else change(tensor)
+
+        return self._replace(
+            segment=changed(self.segment),
+            rank=changed(self.rank),
+            real=changed(self.real),
+            unbiased=changed(self.unbiased),
+        )
 
 
 def grid_positions(height: int, width: int, *, device: torch.device | str | None = None) -> Tensor:

@@ -14,43 +14,42 @@ from torch import Tensor
 
 from ...semantics.blocks import dense
 from ...semantics.bounds import upper_norms
-from ...semantics.problem import FEATURES, Gradients, Operands, Problem, Result
+from ...semantics.problem import FEATURES, TRANSFORMED, Gradients, Operands, Problem, Result
 from . import ledger
 from .ledger import ANY, Table, Visits
 from .tile import Call, GradientSums, Softmax, pieces
 
 NAME = "tiled"
 COMPOSITE = False
-SUPPORTS = FEATURES - {"transformed"}
+SUPPORTS = FEATURES - {TRANSFORMED}
 _PAIRS = 1 << 20
 """Pairs looked at together for keys that nobody sees."""
 
 
 def why_not(problem: Problem) -> str | None:
-    """It runs everything but functorch's gradients."""
-    if not problem.features <= SUPPORTS:
-        return "its backward recomputes tile by tile, which functorch cannot differentiate"
-    return None
+    """It runs everything but what would have to see through its backward, which recomputes tile by tile."""
+    return problem.beyond(SUPPORTS)
 
 
 def forward(problem: Problem, operands: Operands) -> Result:
     """Visit the nearest tiles, and of the others those that could matter."""
     call = _without_unseen(Call.of(problem, operands))
     softmax, rows = Softmax.of(call), (problem.batch, problem.heads, problem.queries)
-    computed, skipped = torch.zeros(rows[:2], dtype=torch.int64, device=problem.device), torch.zeros(rows)
+    computed = torch.zeros(math.prod(rows[:2]), dtype=torch.int64, device="cpu")
+    skipped = torch.zeros(rows, device="cpu")
     if math.prod(rows) * problem.keys > 0:
-        visits = _forward_visits(call)
+        visits = visits_of(call)
         skipped = _skipped(visits, problem.queries, problem.accumulator)
         for piece in pieces(problem, visits):
             softmax.add(call, piece)
-            computed.view(-1)[:] += piece.bh.bincount(minlength=computed.numel()) * piece.height * piece.width
+            computed += piece.bh.bincount(minlength=len(computed)) * (piece.height * piece.width)
     lse, lse_low = softmax.lse(problem.accumulator)
     return Result(
         out=softmax.mean().to(problem.dtype).view(*rows, problem.value_dim),
         lse=lse.view(rows),
         lse_low=lse_low.view(rows),
         skipped=skipped.to(problem.device, problem.accumulator).view(rows),
-        computed=computed,
+        computed=computed.to(problem.device).view(rows[:2]),
     )
 
 
@@ -75,8 +74,8 @@ def backward(
     return sums.gradients(call, needs)
 
 
-def _forward_visits(call: Call) -> Visits:
-    """Judged by lower bounds of what the rows weigh."""
+def visits_of(call: Call) -> Visits:
+    """What a forward pass visits, judged by lower bounds of what the rows weigh."""
     table = Table.of(call.problem, call.operands)
     if table.single:
         return ledger.every_visit(table, call.operands)
@@ -107,9 +106,10 @@ def _sampled_mass(call: Call, table: Table, norms: Tensor) -> Tensor:
     """A lower bound for any call: the true scores of the strip's nearest block."""
     problem, device = call.problem, call.problem.device
     nearest = torch.where(table.visible.some.any(1), table.near[:, 0], math.inf).argmin(-1)
-    bh = torch.arange(problem.batch * problem.heads)
+    bh = torch.arange(problem.batch * problem.heads, device="cpu")
     nearest = nearest.expand(problem.batch, -1)[bh // problem.heads]
-    visits = torch.zeros((len(bh), *table.near.shape[2:]), dtype=torch.bool).scatter_(2, nearest.unsqueeze(-1), True)
+    visits = table.near.new_zeros((len(bh), *table.near.shape[2:]), dtype=torch.bool)
+    visits.scatter_(2, nearest.unsqueeze(-1), True)
     sides = torch.full_like(visits, ANY, dtype=torch.int8)
     softmax = Softmax.of(call, with_value=False)
     for piece in pieces(problem, Visits(visits, sides, visits, table.strip, table.block)):

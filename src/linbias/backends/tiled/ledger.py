@@ -14,7 +14,7 @@ Proof: docs/proof.md, sections 2 to 4. Everything here is on the host in fp64; `
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -72,7 +72,8 @@ class Table:
         """Summarise the tokens of a call."""
         strip, block = _sizes(problem)
         queries, keys = _on_host(Tokens.queries_of(operands)), _on_host(Tokens.keys_of(operands))
-        rows, columns = Blocks.of(queries, strip), Blocks.of(keys, block)
+        # Rows that a strip lacks are computed for nobody, so that its tiles may be whole without them.
+        rows, columns = replace(Blocks.of(queries, strip), real=None), Blocks.of(keys, block)
         tiles = Tiles.of(rows.down(), columns.across(), problem.options)
         past, future = tiles.sides()
         visible = Answer(
@@ -81,7 +82,7 @@ class Table:
         if operands.attn_mask is not None:
             shown = mask_tiles(operands.attn_mask, strip, block)
             visible = visible & Answer(shown.some.cpu(), shown.every.cpu())
-        real = torch.ones((1, problem.keys), dtype=torch.bool) if keys.real is None else keys.real
+        real = torch.ones((1, problem.keys), dtype=torch.bool, device="cpu") if keys.real is None else keys.real
         return Table(
             problem=problem,
             strip=strip,
@@ -108,10 +109,10 @@ class Table:
         return tensor[items % tensor.shape[0], heads % tensor.shape[1]]
 
     def sides_of(self, bh: Tensor, slopes: Tensor) -> Tensor:
-        """(n, I, J) int8: the tiles in which distance is a difference, with nothing hidden and no slope infinite."""
-        full = self.of_bh(self.visible.every, bh)
+        """(n, I, J) int8: the tiles in which distance is a difference, with nothing hidden and every bias finite."""
+        full, most = self.of_bh(self.visible.every, bh), steepest(self.problem)
         past, future = (
-            full & self.of_bh(side, bh) & slopes[side_slope, bh, None, None].isfinite()
+            full & self.of_bh(side, bh) & (slopes[side_slope, bh, None, None].abs() <= most)
             for side, side_slope in ((self.past, 1), (self.future, 2))
         )
         return torch.where(past, PAST, torch.where(future, FUTURE, ANY)).to(torch.int8)
@@ -127,27 +128,29 @@ def _sizes(problem: Problem) -> tuple[int, int]:
 
 
 def _on_host(tokens: Tokens) -> Tokens:
-    fields = [field.cpu() if isinstance(field, Tensor) else field for field in tokens[3:]]
-    found = Tokens(tokens.count, tokens.first, torch.device("cpu"), *fields)  # pyright: ignore[reportArgumentType]
+    found = tokens._replace(
+        device=torch.device("cpu"), position=None if tokens.position is None else tokens.position.cpu()
+    )
     if found.position is not None and found.position.is_floating_point():
-        return found._replace(position=found.position.double())
-    return found
+        found = found._replace(position=found.position.double())
+    return found._each(Tensor.cpu)
 
 
 def _offsets(queries: Tokens, rows: Blocks, strip: int) -> tuple[Tensor, Tensor]:
     places = queries.places()
     if places.dim() == 3:  # noqa: PLR2004  (points have no sides)
-        zeros = torch.zeros((1, queries.count), dtype=torch.float64)
+        zeros = torch.zeros((1, queries.length), dtype=torch.float64, device="cpu")
         return zeros, zeros
     low, high = (
-        edge.repeat_interleave(strip, 1)[:, : queries.count] for edge in (rows.position.low, rows.position.high)
+        edge.repeat_interleave(strip, 1)[:, : queries.length] for edge in (rows.position.low, rows.position.high)
     )
     return difference(places, low).double(), difference(high, places).double()
 
 
 def _behind(keys: Tokens, columns: Blocks, block: int) -> Tensor:
     if keys.position is None:
-        return torch.full((1, 1), (block - 1) / 2, dtype=torch.float64).expand(1, columns.position.high.shape[1])
+        mean = torch.full((1, 1), (block - 1) / 2, dtype=torch.float64, device="cpu")
+        return mean.expand(1, columns.position.high.shape[1])
     high = columns.position.high
     if high.is_floating_point():
         return high.new_zeros(high.shape[:2])
@@ -160,7 +163,7 @@ def _norms(problem: Problem, operands: Operands, block: int) -> Tensor:
         pool = block // problem.options.bounds_block
         return in_tiles(host(operands.bound_norms).flatten(0, 1), pool, 0.0).amax(-1).unflatten(0, shape)
     if problem.queries < _SHORT:
-        return torch.full((*shape, -(-problem.keys // block)), math.inf, dtype=torch.float64)
+        return torch.full((*shape, -(-problem.keys // block)), math.inf, dtype=torch.float64, device="cpu")
     each = upper_norms(operands.key)
     if operands.key_mask is not None:
         each = torch.where(operands.key_mask[:, None], each, 0.0)
@@ -205,7 +208,7 @@ class Judge:
         """`bh` by number, as many at once as the memory set aside for tables allows."""
         strips, blocks = self.table.near.shape[2:]
         step = max(1, _CHUNK // max(1, strips * blocks))
-        return iter(torch.arange(self.table.problem.batch * self.table.problem.heads).split(step))
+        return iter(_every_head(self.table.problem).split(step))
 
     def row_bounds(self, bh: Tensor) -> Tensor:
         """log of the largest share, over the strip's rows, that the whole block can weigh."""
@@ -268,6 +271,10 @@ class Judge:
         return self._choose(bh, [count.log(), *(log_gamma(m, count) for m in slopes)])
 
 
+def _every_head(problem: Problem) -> Tensor:
+    return torch.arange(problem.batch * problem.heads, device="cpu")  # whatever torch's default device is
+
+
 def _strips(values: Tensor, strip: int, fill: float = -math.inf) -> Tensor:
     """(..., T) as (..., I, strip); rows beyond T weigh nothing."""
     shape = values.shape[:-1]
@@ -277,6 +284,13 @@ def _strips(values: Tensor, strip: int, fill: float = -math.inf) -> Tensor:
 def _product(slope: Tensor, distance: Tensor) -> Tensor:
     """slope x distance, 0 at distance 0 even for slope inf."""
     return torch.where(distance == 0, 0.0, slope * distance)
+
+
+def steepest(problem: Problem) -> float:
+    """The steepest slope whose bias is finite at every distance; a steeper one may hide a key as infinity does."""
+    if problem.options.metric is not None:
+        return 0.0
+    return torch.finfo(problem.accumulator).max / 2**63
 
 
 def both_slopes(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -338,10 +352,10 @@ def backward_visits(table: Table, operands: Operands, norms: Tensor, lse: Tensor
 
 def every_visit(table: Table, operands: Operands) -> Visits:
     """All that is visible, without judging."""
-    bh = torch.arange(table.problem.batch * table.problem.heads)
+    bh = _every_head(table.problem)
     sides = table.sides_of(bh, torch.stack([bh, *both_slopes(table.problem, operands)]))
     visits = table.of_bh(table.visible.some, bh)
-    spent = torch.zeros(visits.shape[:2], dtype=torch.float64)
+    spent = torch.zeros(visits.shape[:2], dtype=torch.float64, device="cpu")
     return Visits(visits, sides, spent, table.strip, table.block)
 
 
@@ -404,8 +418,8 @@ def _own_mass(table: Table, operands: Operands, norms: Tensor) -> Tensor:
     problem = table.problem
     offset = problem.keys - problem.queries
     rows, place = slice(max(0, -offset), problem.queries), slice(max(0, offset), problem.keys)
-    sides = (Tokens.queries_of(operands).part(rows), Tokens.keys_of(operands).part(place))
-    pairs = Tiles.of(*(Blocks.of(side).abreast() for side in sides), problem.options)
+    queries, keys = Tokens.queries_of(operands).part(rows), Tokens.keys_of(operands).part(place)
+    pairs = Tiles.of(Blocks.of(queries).abreast(), Blocks.of(keys).abreast(), problem.options)
     visible = pairs.visible.some
     if operands.attn_mask is not None:
         diagonal = operands.attn_mask.expand(-1, -1, problem.queries, problem.keys).diagonal(offset, 2, 3)

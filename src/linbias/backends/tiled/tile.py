@@ -20,7 +20,7 @@ from ...semantics.blocks import Blocks, Tiles, difference
 from ...semantics.dropout import keep_mask
 from ...semantics.problem import Gradients, Operands, Problem
 from ...semantics.tokens import Tokens
-from .ledger import ANY, PAST, Visits, both_slopes
+from .ledger import ANY, PAST, Visits, both_slopes, steepest
 
 
 def wide(device: torch.device) -> torch.dtype:
@@ -28,16 +28,65 @@ def wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+_SHORT = 16
+"""Stretches below it are added row by row: there may be many thousand, as of a decode step of a large batch."""
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """n stretches of consecutive rows of a (R, ...) tensor, (n, length, ...)."""
+
+    starts: Tensor
+    """(n,), on the host."""
+    length: int
+    step: int | None
+    """From each start to the next; None: not even, so that a stretch has to be copied."""
+
+    @staticmethod
+    def of(starts: Tensor, length: int) -> "Stretches":
+        """See whether the starts are evenly spaced."""
+        steps = starts.diff()
+        step = int(steps[0]) if len(steps) else 0
+        return Stretches(starts, length, step if step >= 0 and bool((steps == step).all()) else None)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """A view where the spacing is even, else a copy."""
+        if self.step is None:
+            return tensor.index_select(0, self._index(tensor)).unflatten(0, (-1, self.length))
+        row = tensor.stride(0)
+        sizes, strides = (len(self.starts), self.length, *tensor.shape[1:]), (self.step * row, *tensor.stride())
+        return tensor.as_strided(sizes, strides, tensor.storage_offset() + int(self.starts[0]) * row)
+
+    def put(self, tensor: Tensor, values: Tensor) -> None:
+        """Write back what was taken and changed in place; stretches that do not overlap."""
+        if self.step is None:
+            tensor.index_copy_(0, self._index(tensor), values.flatten(0, 1))
+
+    def add(self, tensor: Tensor, values: Tensor) -> None:
+        """Add to stretches; those that may overlap one after the other, so that the order is always the same."""
+        if self.step is not None and self.step >= self.length:
+            self.take(tensor).add_(values)
+            return
+        if tensor.device.type == "cpu" and self.length < _SHORT:
+            tensor.index_add_(0, self._index(tensor), values.flatten(0, 1))
+            return
+        for start, part in zip(self.starts.tolist(), values, strict=True):
+            tensor[start : start + self.length] += part
+
+    def _index(self, tensor: Tensor) -> Tensor:
+        return (self.starts[:, None] + torch.arange(self.length, device="cpu")).flatten().to(tensor.device)
+
+
 @dataclass(frozen=True)
 class Piece:
-    """n tiles of one size, which are computed together; on the call's device. No row of a head is in two of them."""
+    """n tiles of one size, which are computed together. No row of a head is in two of them."""
 
     bh: Tensor
-    """(n,)."""
+    """(n,), on the host."""
     row: Tensor
-    """(n,): the first row of each."""
+    """(n,), on the host: the first row of each."""
     key: Tensor
-    """(n,): the first key of each."""
+    """(n,), on the host: the first key of each."""
     height: int
     width: int
     side: int
@@ -51,27 +100,37 @@ def pieces(problem: Problem, visits: Visits) -> Iterator[Piece]:
     """
     budget = 1 << 19 if problem.device.type == "cpu" else 1 << 24
     bh, strip, first, last, side = _runs(torch.where(visits.table, visits.sides, 0))
+    if len(bh) == 0:
+        return
     start, stop = first * visits.block, (last * visits.block).clamp_max(problem.keys)
     longest = max(1, budget // visits.strip)
     parts = (stop - start + longest - 1) // longest
     bh, strip, start, stop, side = (each.repeat_interleave(parts) for each in (bh, strip, start, stop, side))
-    start = start + longest * _ordinal(torch.arange(len(parts)).repeat_interleave(parts))
+    start = start + longest * _ordinal(torch.arange(len(parts), device=parts.device).repeat_interleave(parts))
     width = (stop - start).clamp_max(longest)
     height = (problem.queries - strip * visits.strip).clamp_max(visits.strip)
     # The runs of one row of a head go to different pieces, because each merges into what the others left.
     turn = _ordinal(bh * visits.table.shape[1] + strip)
-    kinds, kind = torch.stack([height, width, side, turn]).unique(dim=1, return_inverse=True)
-    # Neighbours in a piece are heads that look at the same tile, as far as possible.
-    order = torch.argsort((kind * visits.table.shape[1] + strip) * len(visits.table) + bh)
-    for (high, wide_, of_side, _), members in zip(kinds.T.tolist(), order.split(kind.bincount().tolist()), strict=True):
-        for some in members.split(max(1, budget // (high * wide_))):
-            where = (each[some].to(problem.device) for each in (bh, strip * visits.strip, start))
-            yield Piece(*where, high, wide_, of_side)
+    _, kind = _kinds(height, width, side, turn)
+    for alike in kind.argsort(stable=True).split(kind.bincount().tolist()):
+        size = int(height[alike[0]]), int(width[alike[0]]), int(side[alike[0]])
+        for some in alike.split(max(1, budget // (size[0] * size[1]))):
+            yield Piece(bh[some], strip[some] * visits.strip, start[some], *size)
+
+
+def _kinds(*columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Of rows of integers (n,) each: one row of each kind by number, and the kind of every row."""
+    code = torch.zeros_like(columns[0])
+    for column in columns:
+        low, high = column.aminmax()
+        code = code * (high - low + 1) + (column - low)
+    kinds, kind = code.unique(return_inverse=True)
+    return torch.empty_like(kinds).scatter_(0, kind, torch.arange(len(kind), device=kind.device)), kind
 
 
 def _ordinal(groups: Tensor) -> Tensor:
     """How many neighbours before it each entry shares its value with; equal values are neighbours."""
-    index = torch.arange(len(groups))
+    index = torch.arange(len(groups), device=groups.device)
     changed = torch.ones_like(groups, dtype=torch.bool)
     changed[1:] = groups[1:] != groups[:-1]
     return index - torch.where(changed, index, 0).cummax(0).values
@@ -105,7 +164,7 @@ class Call:
     tokens: tuple[Tokens, Tokens]
     """Queries and keys."""
     infinite: bool
-    """Some slope is infinite."""
+    """Some slope is infinite, or so steep that a bias may be."""
 
     @staticmethod
     def of(problem: Problem, operands: Operands) -> "Call":
@@ -119,7 +178,7 @@ class Call:
             value=flat(operands.value, problem.accumulator),
             slopes=slopes.to(problem.accumulator).to(problem.device),
             tokens=(Tokens.queries_of(operands), Tokens.keys_of(operands)),
-            infinite=bool(slopes.isinf().any()),
+            infinite=bool((slopes.abs() > steepest(problem)).any()),
         )
 
     @property
@@ -127,33 +186,24 @@ class Call:
         """BH * T."""
         return self.query.shape[0]
 
-    def rows_of(self, piece: Piece) -> Tensor:
-        """(n, M): which rows these are of (BH * T, ...)."""
-        return (piece.bh * self.problem.queries + piece.row)[:, None] + torch.arange(
-            piece.height, device=piece.bh.device
-        )
+    def rows_of(self, piece: Piece) -> Stretches:
+        """The piece's rows in (BH * T, ...)."""
+        return Stretches.of(piece.bh * self.problem.queries + piece.row, piece.height)
 
-    def first_keys(self, piece: Piece) -> Tensor:
-        """(n,): where the keys start in (K * S, ...)."""
-        return piece.bh // self.problem.group * self.problem.keys + piece.key
-
-    def keys_of(self, tensor: Tensor, piece: Piece) -> Tensor:
-        """(n, N, ...) of a (K * S, ...) tensor: a view where the stretches start at even intervals."""
-        starts = self.first_keys(piece)
-        if tensor.device.type == "cpu":
-            steps = starts.diff()
-            step = int(steps[0]) if len(steps) else 0
-            if step >= 0 and bool((steps == step).all()):
-                sizes, row = (len(starts), piece.width, tensor.shape[1]), tensor.stride(0)
-                return tensor.as_strided(sizes, (step * row, row, 1), tensor.storage_offset() + int(starts[0]) * row)
-        index = starts[:, None] + torch.arange(piece.width, device=starts.device)
-        return tensor.index_select(0, index.flatten()).unflatten(0, index.shape)
+    def keys_of(self, piece: Piece) -> Stretches:
+        """Its keys in (K * S, ...)."""
+        return Stretches.of(piece.bh // self.problem.group * self.problem.keys + piece.key, piece.width)
 
     def tokens_of(self, piece: Piece) -> tuple[Tokens, Tokens]:
         """Queries (n, M) and keys (n, N) of each tile."""
-        items = piece.bh // self.problem.heads
+        device = self.problem.device
+        items, row, key = ((piece.bh // self.problem.heads).to(device), piece.row.to(device), piece.key.to(device))
         queries, keys = self.tokens
-        return queries.stretches(items, piece.row, piece.height), keys.stretches(items, piece.key, piece.width)
+        return queries.stretches(items, row, piece.height), keys.stretches(items, key, piece.width)
+
+    def slopes_of(self, piece: Piece, side: int) -> Tensor:
+        """(n, 1, 1): past (0) or future (1)."""
+        return self.slopes[side, piece.bh.to(self.slopes.device), None, None]
 
 
 def flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -169,7 +219,7 @@ class Pairs:
     bias: Tensor
     """(n, M, N)."""
     distance: Tensor
-    """(n, M, N)."""
+    """(n, M, N); in this and the next two 1 for n where all tiles are alike."""
     future: Tensor | None
     """(n, M, N) bool: the key is later; None where both sides have one slope."""
     hidden: Tensor | None
@@ -178,22 +228,25 @@ class Pairs:
     @staticmethod
     def of(call: Call, piece: Piece) -> "Pairs":
         """Evaluate each pair; heads that look at the same tile share what they can."""
-        alone, same = _distinct(call, piece)
-        queries, keys = call.tokens_of(alone)
+        distinct, same = _distinct(call, piece)
+        queries, keys = call.tokens_of(distinct)
         tiles = Tiles.of(Blocks.of(queries).down(), Blocks.of(keys).across(), call.problem.options)
-        visible = tiles.visible.some if tiles.visible.some.dim() else None
-        distance, offset = tiles.distance.low[same, 0].to(call.query.dtype), tiles.offset
-        past, future = call.slopes[:, piece.bh, None, None]
-        later = None
-        if call.operands.future_slopes is not None and offset is not None:
-            later = (offset.low < 0)[same, 0]
-        hidden = None if visible is None else ~visible[same, 0]
+
+        def of_each(table: Tensor) -> Tensor:
+            return table[:, 0] if len(distinct.bh) == 1 else table[same.to(table.device), 0]
+
+        distance, later, hidden = of_each(tiles.distance.low.to(call.query.dtype)), None, None
+        if call.operands.future_slopes is not None and tiles.offset is not None:
+            later = of_each(tiles.offset.low < 0)
+        if tiles.visible.some.dim():
+            hidden = of_each(~tiles.visible.some)
         if call.operands.attn_mask is not None:
             masked = ~_mask(call, call.operands.attn_mask, piece)
             hidden = masked if hidden is None else hidden | masked
         if tiles.offset is None and hidden is not None:
             distance = distance.masked_fill(hidden, 0.0)  # a hidden point may stand at NaN
-        bias = distance * (past if later is None else torch.where(later, future, past))
+        past = call.slopes_of(piece, 0)
+        bias = distance * (past if later is None else torch.where(later, call.slopes_of(piece, 1), past))
         if call.infinite:
             bias = torch.where(distance == 0, 0.0, bias)
             gone = bias == torch.inf
@@ -202,19 +255,27 @@ class Pairs:
 
 
 def _distinct(call: Call, piece: Piece) -> tuple[Piece, Tensor]:
-    """The piece with each tile once, whatever heads look at it, and for each of its n tiles which of these it is."""
-    shared = all(tokens.shared for tokens in call.tokens)
-    items = torch.zeros_like(piece.bh) if shared else piece.bh // call.problem.heads
-    (items, row, key), same = torch.stack([items, piece.row, piece.key]).unique(dim=1, return_inverse=True)
-    return Piece(items * call.problem.heads, row, key, piece.height, piece.width, piece.side), same
+    """The piece with each tile once that differs to the rule, and for each of its n tiles which of these it is.
+
+    Heads differ in their slopes alone; and where tokens are nothing but counted, only the offset tells tiles apart.
+    """
+    items, row, key = piece.bh // call.problem.heads, piece.row, piece.key
+    if all(tokens.shared for tokens in call.tokens):
+        items = torch.zeros_like(items)
+    if all(tokens.plain for tokens in call.tokens):
+        row, key = row - key, torch.zeros_like(key)
+    one, same = _kinds(items, row, key)
+    bh = items[one] * call.problem.heads
+    return Piece(bh, row[one], key[one], piece.height, piece.width, piece.side), same
 
 
 def _mask(call: Call, mask: Tensor, piece: Piece) -> Tensor:
     """(n, M, N): attn_mask of these pairs."""
     full = mask.expand(call.problem.batch, call.problem.heads, call.problem.queries, call.problem.keys)
-    items, heads = piece.bh // call.problem.heads, piece.bh % call.problem.heads
-    rows = piece.row[:, None] + torch.arange(piece.height, device=mask.device)
-    keys = piece.key[:, None] + torch.arange(piece.width, device=mask.device)
+    bh, row, key = (each.to(mask.device) for each in (piece.bh, piece.row, piece.key))
+    items, heads = bh // call.problem.heads, bh % call.problem.heads
+    rows = row[:, None] + torch.arange(piece.height, device=mask.device)
+    keys = key[:, None] + torch.arange(piece.width, device=mask.device)
     return full[items[:, None, None], heads[:, None, None], rows[:, :, None], keys[:, None, :]]
 
 
@@ -227,17 +288,17 @@ class Scores:
     lead: Tensor | None
     """(n, M, 1), wide: what every score of a row lacks on a PAST or FUTURE side; None: nothing."""
     distance: tuple[Tensor, Tensor] | Tensor
-    """Row and key distances from the tile's origin, (n, M) and (n, N), whose sum it is; or (n, M, N)."""
+    """Row and key distances from the tile's origin, (n, M) and (n, N), whose sum it is; or as in `Pairs`."""
     future: Tensor | None
-    """(n, M, N) bool: the key is later; None on one side, or where both sides have one slope."""
+    """As in `Pairs`; None on one side."""
     hidden: Tensor | None
+    """As in `Pairs`; None on one side."""
     tanh: Tensor | None
     """(n, M, N): tanh(content / softcap) under a soft cap."""
 
     @staticmethod
-    def of(call: Call, piece: Piece, rows: Tensor) -> "Scores":
-        """Evaluate the piece, whose rows are `rows` (n, M)."""
-        query, key = call.query[rows], call.keys_of(call.key, piece)
+    def of(call: Call, piece: Piece, query: Tensor, key: Tensor) -> "Scores":
+        """Evaluate the piece, of whose tiles these are the queries (n, M, D) and keys (n, N, D)."""
         if piece.side != ANY:
             return _one_sided(call, piece, query, key)
         pairs = Pairs.of(call, piece)
@@ -262,22 +323,31 @@ def _one_sided(call: Call, piece: Piece, query: Tensor, key: Tensor) -> Scores:
     origin = keys.amax(1, keepdim=True) if past else keys.amin(1, keepdim=True)
     minus = torch.sub if call.tokens[0].position is None else difference
     rows, keys = (minus(places, origin).abs() for places in (rows, keys))
-    slopes = call.slopes[0 if past else 1, piece.bh, None]
-    ramp = -(slopes * keys.to(slopes.dtype)).unsqueeze(1)
+    slopes = call.slopes_of(piece, 0 if past else 1)
+    ramp = -slopes * keys.to(slopes.dtype).unsqueeze(1)
     content, tanh = _content(call, query, key, ramp)
-    lead = (slopes.to(wide(slopes.device)) * rows).unsqueeze(-1)
+    lead = slopes.to(wide(slopes.device)) * rows.unsqueeze(-1)
     return Scores(content, lead, (rows, keys), None, None, tanh)
 
 
-def _exp(scores: Scores, shift: Tensor) -> Tensor:
-    """exp(relative - shift), in place; 0 where hidden, and elsewhere never a subnormal number.
+def _exp(scores: Scores, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(score - shift) as (n, M, N), computed in place, times (n, M, 1), wide; `shift` is (n, M, 1), wide.
 
-    Processors take a hundred times longer over subnormals, which far keys of a steep head would give by the million.
-    The floor is the square of eps, about: N keys at it are nothing beside the rounding of a row's largest weight.
+    The second factor is what rounding drops of the shift, which may be larger than any score. The first is 0 where
+    hidden and never a subnormal number: processors take a hundred times longer over those, and far keys of a steep head
+    would give millions. Its floor is about the square of eps, so that N keys at it are nothing beside the rounding of
+    the row's largest weight.
     """
-    floor = -600.0 if shift.dtype == torch.float64 else -60.0
-    weights = scores.relative.sub_(shift).clamp_min_(floor).exp_()
-    return weights if scores.hidden is None else weights.masked_fill_(scores.hidden, 0.0)
+    total, dropped = shift, 0.0
+    if scores.lead is not None:
+        total = shift + scores.lead
+        added = total - shift
+        dropped = (shift - (total - added)) + (scores.lead - added)
+    used = total.to(scores.relative.dtype)
+    rest = torch.where(used.isfinite(), (used - total) - dropped, 0.0).exp()
+    floor = -600.0 if used.dtype == torch.float64 else -60.0
+    weights = scores.relative.sub_(used).clamp_min_(floor).exp_()
+    return weights if scores.hidden is None else weights.masked_fill_(scores.hidden, 0.0), rest
 
 
 def _kept(call: Call, piece: Piece) -> Tensor | None:
@@ -285,11 +355,12 @@ def _kept(call: Call, piece: Piece) -> Tensor | None:
     seed, p = call.operands.seed, call.problem.options.dropout_p
     if seed is None:
         return None
-    items, heads = (each[:, None] for each in (piece.bh // call.problem.heads, piece.bh % call.problem.heads))
-    rows = piece.row[:, None] + torch.arange(piece.height, device=piece.row.device)
+    device = seed.device
+    bh, row = piece.bh.to(device)[:, None], piece.row.to(device)[:, None] + torch.arange(piece.height, device=device)
+    items, heads = bh // call.problem.heads, bh % call.problem.heads
     kept = [
-        keep_mask(seed, p, items[start], heads[start], rows[start], key, piece.width)
-        for start, key in enumerate(piece.key.tolist())
+        keep_mask(seed, p, items[tile], heads[tile], row[tile], key, piece.width)
+        for tile, key in enumerate(piece.key.tolist())
     ]
     return torch.stack(kept).to(call.query.dtype).div_(1 - p)
 
@@ -317,23 +388,23 @@ class Softmax:
 
     def add(self, call: Call, piece: Piece) -> None:
         """Merge a piece into the softmax of its rows."""
-        rows = call.rows_of(piece)
-        scores, old = Scores.of(call, piece, rows), self.row_max[rows]
+        rows, keys = call.rows_of(piece), call.keys_of(piece)
+        scores = Scores.of(call, piece, rows.take(call.query), keys.take(call.key))
+        old, row_sum = rows.take(self.row_max), rows.take(self.row_sum)
         found = scores.relative.amax(-1).to(old.dtype)
         row_max = torch.maximum(old, found if scores.lead is None else found - scores.lead.squeeze(-1))
         shift = torch.where(row_max == -torch.inf, 0.0, row_max)
-        local = shift.unsqueeze(-1) if scores.lead is None else shift.unsqueeze(-1) + scores.lead
-        weights = _exp(scores, local.to(call.query.dtype))
+        weights, rest = _exp(scores, shift.unsqueeze(-1))
         fade = (old - shift).exp()
-        self.row_max[rows] = row_max
-        self.row_sum[rows] = self.row_sum[rows] * fade + weights.sum(-1)
+        rows.put(self.row_max, old.copy_(row_max))
+        rows.put(self.row_sum, row_sum.mul_(fade).addcmul_(weights.sum(-1).to(old.dtype), rest.squeeze(-1)))
         if self.out is None:
             return
         kept = _kept(call, piece)
         if kept is not None:
             weights.mul_(kept)
-        out = self.out[rows] * fade.unsqueeze(-1).to(self.out.dtype)
-        self.out[rows] = torch.baddbmm(out, weights, call.keys_of(call.value, piece))
+        out = rows.take(self.out).mul_(fade.to(self.out.dtype).unsqueeze(-1))
+        rows.put(self.out, out.addcmul_(torch.bmm(weights, keys.take(call.value)), rest.to(out.dtype)))
 
     def lse(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(BH * T,) twice: the log of the sum, -inf where nothing was visible, and what rounding to `dtype` drops."""
@@ -359,8 +430,8 @@ class GradientSums:
 
     grad_out: Tensor | None
     """(BH * T, V); None: only the lse has a gradient, and values play no part."""
-    lse: Tensor
-    """(BH * T,), wide; inf for rows that saw nothing."""
+    lse: tuple[Tensor, Tensor]
+    """(BH * T,) each, wide: its two parts; inf and 0 for rows that saw nothing."""
     delta: Tensor
     """(BH * T,)."""
     query: Tensor
@@ -389,7 +460,7 @@ class GradientSums:
             delta = delta - grad_lse.to(dtype).flatten(0, 2).masked_fill(unseen, 0.0)
         return GradientSums(
             grad_out=wanted,
-            lse=(lse.to(row) + lse_low).masked_fill(unseen, torch.inf),
+            lse=(lse.to(row).masked_fill(unseen, torch.inf), lse_low.to(row)),
             delta=delta,
             query=call.query.new_zeros(call.query.shape),
             key=call.key.new_zeros(call.key.shape),
@@ -399,22 +470,22 @@ class GradientSums:
 
     def add(self, call: Call, piece: Piece, needs: tuple[bool, ...]) -> None:
         """One piece's part of every gradient that is needed."""
-        rows = call.rows_of(piece)
-        scores, shift = Scores.of(call, piece, rows), self.lse[rows].unsqueeze(-1)
-        shift = shift if scores.lead is None else shift + scores.lead
-        high = shift.to(call.query.dtype)
-        # exp(score - lse) = exp(score - high) * exp(high - lse); the second factor goes with what multiplies the row.
-        rest = torch.where(high.isfinite(), high - shift, 0.0).exp().to(call.query.dtype)
-        weights, kept = _exp(scores, high), _kept(call, piece)
-        delta = self.delta[rows].unsqueeze(-1) * rest
+        rows, keys = call.rows_of(piece), call.keys_of(piece)
+        query, key = rows.take(call.query), keys.take(call.key)
+        scores, kept = Scores.of(call, piece, query, key), _kept(call, piece)
+        lse, lse_low = (rows.take(part).unsqueeze(-1) for part in self.lse)
+        weights, rest = _exp(scores, lse)
+        # The row's share of each weight goes with what multiplies the row.
+        rest = (rest * (-lse_low).exp()).to(call.query.dtype)
+        delta = rows.take(self.delta).unsqueeze(-1) * rest
         if self.grad_out is None:
             grad = weights * -delta
         else:
-            grad_out = self.grad_out[rows] * rest
+            grad_out = rows.take(self.grad_out) * rest
             if needs[2]:
                 shown = weights if kept is None else weights * kept
-                _add_stretches(self.value, call.first_keys(piece), shown.mT @ grad_out)
-            grad = torch.bmm(grad_out, call.keys_of(call.value, piece).mT)
+                keys.add(self.value, torch.bmm(shown.mT, grad_out))
+            grad = torch.bmm(grad_out, keys.take(call.value).mT)
             if kept is not None:
                 grad.mul_(kept)
             grad.sub_(delta).mul_(weights)
@@ -426,23 +497,29 @@ class GradientSums:
         if scores.tanh is not None:
             grad.mul_(1 - scores.tanh.square())
         if needs[0]:
-            self.query[rows] += torch.bmm(grad, call.keys_of(call.key, piece))
+            total = rows.take(self.query)
+            rows.put(self.query, total.add_(torch.bmm(grad, key)))
         if needs[1]:
-            _add_stretches(self.key, call.first_keys(piece), torch.bmm(grad.mT, call.query[rows]))
+            keys.add(self.key, torch.bmm(grad.mT, query))
 
     def _add_slopes(self, piece: Piece, scores: Scores, grad: Tensor) -> None:
         if isinstance(scores.distance, tuple):
             # No term cancels another's distance: both parts count from the nearest key.
             rows, keys = (distance.to(self.slopes.dtype) for distance in scores.distance)
             total = (grad.sum(2) * rows).sum(1) + (grad.sum(1) * keys).sum(1)
-            self.slopes[0 if piece.side == PAST else 1].index_add_(0, piece.bh, -total)
+            self._add_to_heads(0 if piece.side == PAST else 1, piece, total)
             return
         terms = grad * scores.distance
         if scores.future is not None:
             later = terms.masked_fill(~scores.future, 0.0).sum((1, 2))
-            self.slopes[1].index_add_(0, piece.bh, -later.to(self.slopes.dtype))
+            self._add_to_heads(1, piece, later)
             terms = terms.masked_fill_(scores.future, 0.0)
-        self.slopes[0].index_add_(0, piece.bh, -terms.sum((1, 2)).to(self.slopes.dtype))
+        self._add_to_heads(0, piece, terms.sum((1, 2)))
+
+    def _add_to_heads(self, side: int, piece: Piece, totals: Tensor) -> None:
+        # One product instead of an addition by index, which is not deterministic everywhere.
+        heads = piece.bh == torch.arange(self.slopes.shape[1], device="cpu")[:, None]
+        self.slopes[side] -= heads.to(self.slopes) @ totals.to(self.slopes.dtype)
 
     def gradients(self, call: Call, needs: tuple[bool, ...]) -> Gradients:
         """In the shapes and dtypes of the call."""
@@ -456,12 +533,6 @@ class GradientSums:
             slopes=_unbroadcast(past, operands.slopes) if needs[3] else None,
             future_slopes=_unbroadcast(future, of_future) if needs[4] and of_future is not None else None,
         )
-
-
-def _add_stretches(total: Tensor, starts: Tensor, values: Tensor) -> None:
-    """Add (n, N, ...) where each stretch starts; one by one, for they overlap, and so that the order is the same."""
-    for start, part in zip(starts.tolist(), values, strict=True):
-        total[start : start + len(part)] += part
 
 
 def _unbroadcast(gradient: Tensor, like: Tensor) -> Tensor:

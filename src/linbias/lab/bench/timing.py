@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clocks. Only ratios of times taken in turns mean something: machines and their load differ more than code does."""
 
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 
 import torch
 
-Call = Callable[[], object]
 BUDGET = 30.0
 """Seconds after which a comparison takes no further turn; each has had two by then, or one that long."""
 
@@ -19,45 +20,47 @@ def now() -> float:
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
-def seconds(call: Call) -> float:
+def seconds(call: Callable[[], object]) -> float:
     """Return what one call takes, by `now`."""
     start = now()
     call()
     return now() - start
 
 
-def wall_seconds(call: Call) -> float:
-    """Return what one call takes on the wall."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def in_turns(
-    calls: Mapping[str, Call], rounds: int, clock: Callable[[Call], float] = seconds, budget: float = BUDGET
-) -> dict[str, float]:
-    """Return the best time of each call, taken in turns so that all meet the same load.
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[Callable[[], object]], float] = seconds,
+    budget: float = BUDGET,
+) -> dict[str, list[float]]:
+    """Return the times of each call, turn by turn, so that all meet the same load.
 
-    A first turn for what is compiled or touched first is followed by `rounds`, or fewer once `budget` seconds are over;
-    it counts too, because a later one undercuts it.
+    A first turn for what is compiled or touched first is followed by `rounds`, or fewer once `budget` seconds are over.
     """
-    best = dict.fromkeys(calls, float("inf"))
+    times: dict[str, list[float]] = {name: [] for name in calls}
     began = time.perf_counter()
     for turn in range(rounds + 1):
         for name, call in calls.items():
-            best[name] = min(best[name], clock(call))
+            times[name].append(clock(call))
         if turn and time.perf_counter() - began > budget:
             break
-    return best
+    return times
 
 
-def sgemm_rate() -> float:
-    """Return GFLOP/s of a 1024^3 product in float32 through torch."""
-    left, right = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    return 2 * 1024**3 / in_turns({"product": lambda: left @ right}, 10)["product"] / 1e9
+def best_in_turns(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return the best time of each call; the first turn counts too, because a later one undercuts it."""
+    return {name: min(times) for name, times in in_turns(calls, rounds).items()}
 
 
-def read_bandwidth() -> float:
-    """Return GB/s of torch.sum over 256 MiB."""
-    data = torch.ones(2**26)
-    return data.numel() * 4 / in_turns({"sum": data.sum}, 5)["sum"] / 1e9
+@contextmanager
+def one_core(wanted: bool = True) -> Generator[None]:
+    """Stay on one core, where the system can do that."""
+    if not wanted or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)

@@ -1,8 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-#include "backward_pass.h"
-
-namespace linbias::LINBIAS_VARIANT {
-
-template void backward_pass<float>(const Call&, const Codec<float>&, const BackwardCall&);
-
-}  // namespace linbias::LINBIAS_VARIANT
