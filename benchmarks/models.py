@@ -36,10 +36,11 @@ from benchmarks.harness import carry_out, parser
 from benchmarks.memory import peak_mib
 from linbias.hf.cache import AlibiCache
 from linbias.hf.decoder import CACHE
-from linbias.hf.sight import Sight
+from linbias.hf.mask import AttentionMask
 from linbias.lab.bench.race import told
 from linbias.lab.bench.record import Finding, Measurement
 from linbias.lab.bench.timing import now, seconds
+from linbias.semantics.tokens import Tokens
 
 HEADS, WIDTH, LAYERS, VOCABULARY = 16, 1024, 2, 1000
 PATCHED, OURS = "patched", "patched, AlibiCache"
@@ -149,7 +150,8 @@ def read(model: Any, kind: str, tokens: int) -> Any:
             part.repeat(1, 1, -(-tokens // READ_TOKENS), 1)[:, :, :tokens] for part in (layer.keys, layer.values)
         )
         if kind == OURS:
-            cache.layer(number).append(key, value, Sight(torch.empty(0), causal=True))
+            new = Tokens(tokens, 0, key.device)
+            cache.layer(number).append(key, value, AttentionMask(torch.empty(0), new, new, causal=True))
         else:
             cache.update(key, value, number)
     return cache

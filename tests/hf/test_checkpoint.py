@@ -190,3 +190,25 @@ def test_original_gelu_is_kept():
     linbias.unpatch(model)
     linbias.patch(model)
     assert type(base(model).h[0].mlp.gelu_impl).__module__ == "linbias.hf.bloom"
+
+
+@every_family
+def test_mo6_second_derivatives_as_the_error_says(kind: str):
+    """The exact formula has none, and its error names what a patched model can be asked for."""
+    model, ids = make(kind, layers=1), tokens(1, 7)
+
+    def second(model: Any) -> Tensor:
+        embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            logits = model(inputs_embeds=embedded, use_cache=False).logits
+            (first,) = torch.autograd.grad(logits.square().sum(), embedded, create_graph=True)
+            return torch.autograd.grad(first.square().sum(), embedded)[0]
+
+    expected = second(model)
+    with (
+        linbias.patch(model),
+        pytest.raises(NotImplementedError, match=r"linbias.patch\(model, fidelity='checkpoint'\)"),
+    ):
+        second(model)
+    with linbias.patch(model, fidelity="checkpoint"):
+        torch.testing.assert_close(second(model), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))

@@ -3,7 +3,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import pytest
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import linbias
-from linbias.hf import Family, families, fingerprint, register
+from linbias.hf import Family, families, parity, register
 from linbias.testing import largest_error
-from tests.hf import tiny
 
 
 class Attention(nn.Module):
@@ -110,11 +109,13 @@ def test_the_decoder_must_be_swapped():
         register(dataclasses.replace(FAMILY, swaps={Attention: PatchedAttention}))
 
 
-def test_registered_sources_are_watched_too():
-    sources = (Encoder, Attention)
-    family = dataclasses.replace(FAMILY, sources=sources, known_sources={fingerprint(sources): "1"})
-    assert family.why_not() is None
-    with mock.patch.object(Attention, "forward", tiny.make):
-        assert family.why_not() == "another patch has replaced Attention.forward"
-    changed = dataclasses.replace(family, known_sources={"0" * 16: "1"})
-    assert "source of its classes has changed" in (changed.why_not() or "")
+def test_an_example_of_ones_own_is_tried():
+    def example() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+        hidden = torch.randn(2, 9, 12)
+        return Encoder().eval(), lambda model: model(hidden)
+
+    right = dataclasses.replace(FAMILY, example=example)
+    parity.check_parity(right)
+    with mock.patch.object(Attention, "forward", lambda self, hidden, bias: hidden):
+        with pytest.raises(NotImplementedError, match="cannot patch mine models.*hidden states differ by"):
+            parity.check_parity(right)

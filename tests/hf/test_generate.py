@@ -2,12 +2,14 @@
 """`model.generate` with a patched model: every strategy, every cache, prompts of different lengths, and no end."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import linbias
+from linbias.hf import decoder
 from linbias.hf.cache import AlibiCache
 from tests.hf.tiny import (
     CACHE,
@@ -258,14 +260,48 @@ class TestUseCache:
 
     @every_family
     def test_gradient_checkpointing_would_drop_it(self, kind: str):
+        """Where a gradient is recorded, and before transformers 5.24 in all of training mode."""
         model, ids = make(kind, layers=2), tokens(2, 9)
         linbias.patch(model)
         checkpoint_activations(model, reentrant=False)
-        cache = AlibiCache()
+        cache = transformers.DynamicCache()
         with torch.no_grad():
             expected = model(ids).logits[:, 5:]
             model(ids[:, :5], **{CACHE: cache})
-            with pytest.raises(ValueError, match="gradient checkpointing in training mode uses no cache"):
-                model.train()(ids[:, 5:], **{CACHE: cache})
+        with pytest.raises(ValueError, match="gradient checkpointing in training mode uses no cache"):
+            model.train()(ids[:, 5:], **{CACHE: cache})
+        with torch.no_grad():
+            with mock.patch.object(decoder, "_KEPT_WITHOUT_GRADIENT", False):
+                with pytest.raises(ValueError, match="gradient checkpointing in training mode uses no cache"):
+                    model(ids[:, 5:], **{CACHE: cache})
             actual = model.eval()(ids[:, 5:], **{CACHE: cache}).logits
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
+
+    @pytest.mark.skipif(CACHE != "cache", reason="before transformers 5.24 blocks drop the cache")
+    @pytest.mark.parametrize("fidelity", ["exact", "checkpoint"])
+    @every_family
+    def test_mo2_generation_while_training(self, kind: str, fidelity: Any):
+        """As loops do that train on what they generate: the text, and the cache, of evaluation mode."""
+        model, ids, mask = make(kind, layers=2), tokens(2, 9), lengths_mask(9, 6)
+        linbias.patch(model, fidelity=fidelity)
+        expected = run(model, ids, mask, do_sample=False)
+        checkpoint_activations(model.train(), reentrant=False)
+        caches = [None, transformers.DynamicCache()] + ([AlibiCache()] if fidelity == "exact" else [])
+        for cache in caches:
+            assert torch.equal(run(model, ids, mask, do_sample=False, cache=cache), expected)
+        assert caches[1].get_seq_length() == 9 + 7 - 1
+        loss = model(ids, attention_mask=mask, labels=ids).loss
+        loss.backward()
+
+
+@every_family
+def test_mo8_the_paged_cache_is_named(kind: str):
+    """What generate_batch hands in is no transformers cache of layers; use_cache has nothing to do with it."""
+    paged = type("PagedAttentionCache", (), {})()
+    model, ids = make(kind, layers=1), tokens(1, 5)
+    linbias.patch(model)
+    for options in ({"use_cache": False}, {"use_cache": True}, {}):
+        with pytest.raises(
+            TypeError, match="got PagedAttentionCache: the paged cache of generate_batch .* call generate"
+        ):
+            model(ids, **{CACHE: paged}, **options)

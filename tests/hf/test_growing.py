@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import linbias
+from linbias.attention import run
 from linbias.hf import growing as growing_module
 from linbias.hf.growing import GrowingLayer, grow_in_place
 from tests.hf.tiny import CACHE, every_family, every_kind, make, store, tokens, transformers
@@ -213,11 +214,11 @@ def test_no_bounds_of_other_keys_than_were_returned(kind: str):
     linbias.patch(model)
     bounds: list[object] = []
 
-    def noted(*args: Any, **options: Any) -> Tensor:
-        bounds.append(options["key_bounds"])
-        return linbias.alibi_attention(*args, **options)
+    def noted(problem: Any, operands: Any, backend: str) -> Any:
+        bounds.append(operands.bound_norms)
+        return run(problem, operands, backend)
 
-    with mock.patch("linbias.hf.attention.alibi_attention", noted):
+    with mock.patch("linbias.hf.attention.run", noted):
         _, cache = steps(model, ids, 3, Rescaled())
     assert type(cache.layers[0]) is GrowingLayer and len(bounds) == 2 * 4 and not any(bounds)
 
@@ -231,12 +232,12 @@ def test_steps_read_only_what_heads_can_see(kind: str):
     expected = model(ids, use_cache=False).logits
     computed: list[float] = []
 
-    def counted(*args: Any, **options: Any) -> Tensor:
-        out, aux = linbias.alibi_attention(*args, **options, return_aux=True)
-        computed.append(float(aux.computed.sum()) / (args[1].shape[2] * args[0].shape[1] * args[0].shape[2]))
-        return out
+    def counted(problem: Any, operands: Any, backend: str) -> Any:
+        result = run(problem, operands, backend)
+        computed.append(float(result.computed.sum()) / (problem.keys * problem.heads * problem.queries))
+        return result
 
-    with mock.patch("linbias.hf.attention.alibi_attention", counted):
+    with mock.patch("linbias.hf.attention.run", counted):
         found, _ = steps(model, ids, 3)
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
     assert max(computed[2:]) < 0.9 and len(computed) == 2 * 4

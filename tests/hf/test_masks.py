@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model may be given as mask and cache, and what each becomes: `linbias.hf.sight`."""
+"""What a model may be given as mask and cache, and what each becomes: `linbias.hf.mask`."""
 
 from typing import Any
 
@@ -9,15 +9,14 @@ from packaging.version import parse
 from torch import Tensor
 
 import linbias
-from linbias.hf import sight
-from linbias.hf.sight import Sight, look, segments_of
+from linbias.hf import mask as mask_module
+from linbias.hf.mask import AttentionMask, check_cache, read_mask
 from linbias.testing import assert_within_budget
 from tests.hf.tiny import CACHE, every_family, every_kind, exactly, lengths_mask, make, store, tokens, transformers
 
 
-def seen(mask: Tensor | None, cache: Any = None, tokens: int = 5, *, counted: bool = True, **options: Any) -> Sight:
-    hidden = torch.zeros(2, tokens, 8)
-    return look(mask, cache, hidden, Sight(torch.ones(3), causal=True), counted=counted, **options)
+def seen(mask: Tensor | None, cache: Any = None, tokens: int = 5, *, counted: bool = True) -> AttentionMask:
+    return read_mask(mask, cache, torch.zeros(2, tokens, 8), torch.ones(3), causal=True, counted=counted)
 
 
 def filled(cache: Any, tokens: int) -> Any:
@@ -29,50 +28,57 @@ def static(capacity: int) -> Any:
     return transformers.StaticCache(config=make("bloom", layers=1).config, max_cache_len=capacity)
 
 
-class TestLook:
+class TestRead:
     def test_without_padding_nothing_is_made(self):
-        assert seen(None)[2:] == seen(torch.ones(2, 5))[2:] == (None,) * 5 + (None, False)
+        for mask in (None, torch.ones(2, 5), torch.ones(2, 5, dtype=torch.bool)):
+            found = seen(mask)
+            assert found.attn_mask is None and found.causal
+            assert found.queries[3:] == found.keys[3:] == (None,) * 5 + (False,)
 
     def test_one_run_of_tokens_needs_no_positions(self):
         for side in ("left", "right"):
-            found = seen(lengths_mask(5, 3, side=side))
-            assert found.key_positions is None and found.key_mask is not None
-            assert found.key_mask.dtype == torch.bool
+            found = seen(lengths_mask(5, 3, side=side)).keys
+            assert found.position is None and found.real is not None and found.real.dtype == torch.bool
 
     def test_holes_are_counted_out(self):
         mask = torch.tensor([[0, 1, 0, 1, 1], [1, 1, 1, 1, 1]])
         found = seen(mask)
-        assert found.key_positions is not None and found.query_positions is not None
-        assert found.key_positions.tolist() == [[-1, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
-        assert torch.equal(found.query_positions, found.key_positions)
-        assert seen(mask, counted=False).key_positions is None
+        assert found.keys.position is not None and found.queries.position is not None
+        assert found.keys.position.tolist() == [[-1, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
+        assert torch.equal(found.queries.position, found.keys.position)
+        assert seen(mask, counted=False).keys.position is None
 
     def test_queries_are_the_last_tokens_of_a_cache(self):
         mask = torch.tensor([[1, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-        found = seen(mask, filled(transformers.DynamicCache(), 3), 2)
-        assert found.query_positions is not None
-        assert found.query_positions.tolist() == [[2, 3], [3, 4]]
+        found = seen(mask, filled(transformers.DynamicCache(), 3), 2).queries
+        assert found.position is not None and found.position.tolist() == [[2, 3], [3, 4]]
 
     def test_static_caches_place_their_slots(self):
         found = seen(None, filled(static(9), 3), 2)
-        assert found.query_positions is not None and found.key_positions is not None
-        assert found.query_positions.tolist() == [3, 4] and found.key_positions.tolist() == list(range(9))
+        assert found.queries.position is not None and found.keys.position is not None
+        assert found.queries.position.tolist() == [[3, 4]] and found.keys.position.tolist() == [list(range(9))]
         masked = seen(lengths_mask(5, 4), filled(static(9), 3), 2)
-        assert masked.key_mask is not None and masked.query_positions is not None
-        assert masked.key_mask.sum(1).tolist() == [5, 4]
-        assert masked.query_positions.tolist() == [[3, 4], [2, 3]]
+        assert masked.keys.real is not None and masked.queries.position is not None
+        assert masked.keys.real.sum(1).tolist() == [5, 4]
+        assert masked.queries.position.tolist() == [[3, 4], [2, 3]]
 
     def test_values_are_not_read_where_that_would_wait(self):
-        """E4, G3: on a device, and while a program is recorded, a mask stays a mask."""
-        mask = torch.ones(2, 5, device="meta")
-        found = look(mask, None, torch.zeros(2, 5, 8, device="meta"), Sight(torch.ones(3), True), counted=True)
-        assert found.key_mask is not None and found.key_mask.is_meta and found.key_positions is not None
+        """E4, G3: on a device, and while a program is recorded, a mask stays a mask, and may number documents."""
+        mask, hidden = torch.ones(2, 5, device="meta"), torch.zeros(2, 5, 8, device="meta")
+        found = read_mask(mask, None, hidden, torch.ones(3, device="meta"), causal=True, counted=True).keys
+        assert found.real is not None and found.real.is_meta
+        assert found.position is not None and found.segment is not None
 
-    def test_packed_sequences(self):
-        assert segments_of(torch.arange(5)[None], 2) is None
-        assert segments_of(None, 2) is None
-        found = segments_of(torch.tensor([[0, 1, 0, 1, 2, 0]]), 2)
-        assert found is not None and found.tolist() == [[0, 0, 1, 1, 1, 2]] * 2
+    def test_other_devices(self):
+        """What hooks that spread a model over devices do with a layer's inputs."""
+        mask = seen(torch.tensor([[0, 1, 0, 1, 1], [1, 1, 2, 2, 2]]))
+        mask.eager_bias = torch.zeros(1)
+        moved = mask.to("meta", non_blocking=True)
+        assert mask.to(torch.device("cpu")) is mask and moved.causal
+        assert moved.slopes.is_meta and moved.eager_bias is not None and moved.eager_bias.is_meta
+        for side in (moved.queries, moved.keys):
+            assert side.device.type == "meta" and side.position is not None and side.position.is_meta
+            assert side.segment is not None and side.segment.is_meta
 
     def test_floats_become_booleans(self):
         hidden = torch.finfo(torch.float16).min
@@ -117,11 +123,11 @@ class TestErrors:
     def test_sliding_caches(self):
         layer = transformers.cache_utils.DynamicSlidingWindowLayer(sliding_window=4)
         with pytest.raises(ValueError, match="sliding-window cache layers.*AlibiCache"):
-            seen(None, transformers.cache_utils.Cache(layers=[layer]))
+            check_cache(transformers.cache_utils.Cache(layers=[layer]))
 
     def test_not_a_cache(self):
         with pytest.raises(TypeError, match="must be a transformers Cache made of layers, got tuple"):
-            seen(None, ((torch.zeros(1), torch.zeros(1)),))
+            check_cache(((torch.zeros(1), torch.zeros(1)),))
 
 
 class TestModels:
@@ -198,7 +204,6 @@ class TestModels:
                 ]
             linbias.patch(model)
             packed = model(ids, position_ids=position_ids, use_cache=False).logits
-            assert torch.equal(model(ids, position_ids=position_ids, use_cache=True).logits, model(ids).logits)
         assert_within_budget(packed, torch.cat(exact, 1), torch.cat(alone, 1), "packed")
 
     def test_unfilled_slots_may_hold_anything(self):
@@ -220,9 +225,9 @@ def _no_slopes(self: Any) -> Tensor:
 
 
 def test_readable_means_nothing_records():
-    assert sight.readable(torch.ones(2))
-    assert not sight.readable(torch.ones(2, device="meta"))
-    assert not sight.readable(torch.nn.Parameter(torch.ones(2)))
+    assert mask_module.readable(torch.ones(2))
+    assert not mask_module.readable(torch.ones(2, device="meta"))
+    assert not mask_module.readable(torch.nn.Parameter(torch.ones(2)))
     found: list[bool] = []
-    torch.func.vmap(lambda row: (found.append(sight.readable(row)), row)[1])(torch.ones(2, 3))
+    torch.func.vmap(lambda row: (found.append(mask_module.readable(row)), row)[1])(torch.ones(2, 3))
     assert found == [False]

@@ -223,7 +223,11 @@ class TestSurvival:
             if removed:
                 hooks.remove_hook_from_module(part)
         attention = model.transformer.h[0].self_attention
-        with linbias.patch(model), torch.no_grad(), mock.patch("linbias.hf.bloom.attend", side_effect=OSError("ours")):
+        with (
+            linbias.patch(model),
+            torch.no_grad(),
+            mock.patch("linbias.hf.decoder.attend", side_effect=OSError("ours")),
+        ):
             with pytest.raises(OSError, match="ours"):
                 model(ids)
         assert type(attention).__module__.startswith("transformers.")
@@ -270,6 +274,49 @@ class TestAccelerate:
         prepared = accelerator.prepare(twin, torch.optim.SGD(twin.parameters(), lr=0.1))
         assert steps(*prepared, accelerator.backward) == expected
         assert expected[2] < expected[0]
+
+    @every_family
+    def test_mo10_prepared_before_it_is_patched(self, kind: str):
+        """accelerate wraps the forward of the outermost model, which a patch leaves as it is: in every family."""
+        accelerate = pytest.importorskip("accelerate", reason="accelerate is missing: pip install accelerate")
+        model, ids = make(kind, layers=1), tokens(1, 12)
+        positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+        expected = copy.deepcopy(model)
+        linbias.patch(expected)
+        accelerate.state.AcceleratorState._reset_state(True)
+        prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+        forward, before = vars(prepared)["forward"], classes(prepared)
+        try:
+            with linbias.patch(prepared) as report, torch.no_grad():
+                assert report.layers == 1 and vars(prepared)["forward"] is forward
+                found = prepared(ids, position_ids=positions).logits
+                with torch.autocast("cpu", torch.bfloat16):
+                    right = expected(ids, position_ids=positions).logits
+                assert found.dtype == torch.float32 and torch.equal(found, right.float())
+        finally:
+            accelerate.state.AcceleratorState._reset_state(True)
+        assert classes(prepared) == before and vars(prepared)["forward"] is forward
+
+
+class TestBuiltAnew:
+    """MO9: classes of a patched model, instantiated: transformers' own, and whole."""
+
+    @pytest.mark.parametrize("head", HEADS)
+    @every_family
+    def test_mo9_from_pretrained_and_from_a_configuration(self, kind: str, head: str, tmp_path: Path):
+        model, ids = make(kind, head, layers=1), tokens(1, 9)
+        plain = classes(model)
+        with torch.no_grad():
+            expected = model(ids)[0]
+            model.save_pretrained(tmp_path)
+            linbias.patch(model)
+            loaded = type(model).from_pretrained(tmp_path).eval()
+            assert classes(loaded) == plain and torch.equal(loaded(ids)[0], expected)
+            assert linbias.patch(loaded).layers == 1 and torch.equal(loaded(ids)[0], model(ids)[0])
+            for built in (type(model)(model.config), type(model)._from_config(model.config)):
+                assert classes(built) == plain
+            decoder = type(base(model))(model.config)
+            assert type(decoder).__module__.startswith("transformers.") and linbias.patch(decoder).layers == 1
 
 
 class TestRefusals:
@@ -339,7 +386,7 @@ class TestRefusals:
         with linbias.patch(one):
             with pytest.raises(ValueError, match="another model that is patched already shares attention layers"):
                 linbias.patch(other)
-            with pytest.raises(TypeError, match="must be a Sight in a patched layer.*the model around it is not"):
+            with pytest.raises(TypeError, match="must be an AttentionMask in a patched.*the model around it is not"):
                 other(ids)
         assert classes(other) == before
         with torch.no_grad(), linbias.patch(pair):

@@ -5,7 +5,6 @@
 """
 
 from .families import Family as Family
-from .families import fingerprint as fingerprint
 from .families import register as register
 from .patch import PatchedDecoder as PatchedDecoder
 from .patch import Report as Report

@@ -1,90 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention of a patched layer: ours, or the family's own formula a few query rows at a time."""
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..attention import alibi_attention, alibi_attention_weights
-from ..prepare import AttentionOptions, prepare
+from ..attention import run
+from ..backends import reference
+from ..ops import full_precision
+from ..prepare import AttentionOptions, autocast, resolve
 from ..semantics.blocks import dense
+from ..semantics.problem import Operands, Problem
 from .cache import AlibiCache
 from .growing import bounds_of, grow_in_place
-from .sight import Sight
-
-OwnFormula = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
-"""(query, key, value, own bias, visible, with_weights) -> (out (B, H, t, V), weights (B, H, t, S)) for t query rows."""
+from .mask import AttentionMask
 
 # Elements of one block of scores: 16 MiB in float32, small beside the layer's own activations.
 _BLOCK = 2**22
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sight: Sight,
-    *,
-    into: tuple[Any, Any],
-    scale: float,
-    dropout_p: float,
-    own: OwnFormula,
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, cache: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention as `sight` has it, heads merged.
+    """Attention as `mask` has it, heads merged.
 
     Args:
+        layer: a `linbias.hf.decoder.Attention`: scale, dropout, number, and the family's own formula.
         query: (B, H, T, D).
         key: (B, G, T, D), of the new tokens.
         value: (B, G, T, V).
-        sight: from `look`.
-        into: a transformers cache that takes the new tokens in, or None; and the number of the layer in it.
-        scale: multiplies the dot product.
-        dropout_p: chance that a pair is dropped from the output.
-        own: the family's own formula, used where the sight carries the family's own bias.
+        mask: from `read_mask`.
+        cache: a transformers cache that takes the new tokens in, or None.
 
     Returns:
-        (B, T, H * V), and the softmax weights (B, H, T, S), without dropout, where the sight asks for them.
+        (B, T, H * V), and the softmax weights (B, H, T, S), without dropout, where the mask asks for them.
 
     Raises:
-        TypeError: the sight is none: an unpatched model calls a patched layer.
+        TypeError: the mask is none: an unpatched model calls a patched layer.
     """
-    if not isinstance(sight, Sight):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            f"attention_mask must be a Sight in a patched layer, got {type(sight).__name__}: the model around it is "
-            f"not patched. linbias.patch that too, or linbias.unpatch the one it shares this layer with"
+            f"attention_mask must be an AttentionMask in a patched layer, got {type(mask).__name__}: the model around "
+            f"it is not patched. linbias.patch that too, or linbias.unpatch the one it shares this layer with"
         )
-    cache, layer = into
+    mask, number = mask.to(query.device), layer.layer_idx
+    dropout_p = layer.dropout_p if layer.training else 0.0
     if isinstance(cache, AlibiCache):
-        store = cache.layer(layer)
-        store.append(key, value, sight)
-        return store.attend(query, sight, scale=scale, dropout_p=dropout_p).transpose(1, 2).flatten(2), None
+        store = cache.layer(number)
+        store.append(key, value, mask)
+        return _merged(store.attend(query, mask, scale=layer.score_scale, dropout_p=dropout_p)), None
     if cache is not None:
-        grow_in_place(cache, layer)
-        key, value = cache.update(key, value, layer)
-    if sight.own_bias is not None:
-        out, weights = _by_rows(own, query, key, value, sight.own_bias, sight)
-    else:
-        options = sight.options()
-        bounds = None if cache is None else bounds_of(cache, layer, key)
-        out = alibi_attention(
-            query, key, value, sight.slopes, scale=scale, dropout_p=dropout_p, key_bounds=bounds, **options
-        )
-        weights = (
-            alibi_attention_weights(query, key, sight.slopes, scale=scale, **options) if sight.with_weights else None
-        )
-    return out.transpose(1, 2).flatten(2), weights
+        grow_in_place(cache, number)
+        key, value = cache.update(key, value, number)
+    if key.shape[2] != mask.keys.length:
+        raise ValueError(f"the cache gave {key.shape[2]} keys, and get_mask_sizes said {mask.keys.length}")
+    inputs = autocast(query, key, value)
+    eager = mask.eager_bias is not None
+    options: AttentionOptions = {"causal": mask.causal, "attn_mask": mask.attn_mask, "scale": layer.score_scale}
+    options["dropout_p"] = 0.0 if eager else dropout_p
+    # Rounding, as autocast does it, may lengthen a key beyond its bound.
+    bounds = None if cache is None or inputs[1] is not key else bounds_of(cache, number, key)
+    problem, operands = resolve(inputs, mask.slopes, options, (mask.queries, mask.keys), bounds=bounds)
+    if eager:
+        out, weights = _by_rows(layer, problem, operands._replace(query=query, key=key, value=value), mask)
+        return _merged(out), weights
+    out, weights = run(problem, operands, "auto").out, None
+    if mask.with_weights:
+        with full_precision(problem):
+            weights = reference.weights(problem, operands).to(problem.dtype)
+    return _merged(out), weights
 
 
-def _by_rows(
-    own: OwnFormula, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sight: Sight
-) -> tuple[Tensor, Tensor | None]:
-    """`own` over blocks of query rows, so that scores never exist whole; a gradient computes them again."""
-    problem, operands = prepare(query, key, value, sight.slopes, cast(AttentionOptions, sight.options()))
-    blocks = [slice(None)]
+def _merged(out: Tensor) -> Tensor:
+    return out.transpose(1, 2).flatten(2)
+
+
+def _by_rows(layer: Any, problem: Problem, operands: Operands, mask: AttentionMask) -> tuple[Tensor, Tensor | None]:
+    """The family's own formula over blocks of query rows, so that scores never exist whole; a gradient repeats them."""
+    query, key, value, *_ = operands
     # A compiler would unroll the blocks, and must not specialise on their number.
+    blocks: list[slice | None] = [None]
     if not torch.compiler.is_compiling():
         rows = max(1, _BLOCK // max(1, query.shape[:2].numel() * key.shape[2]))
         blocks = [slice(start, start + rows) for start in range(0, max(query.shape[2], 1), rows)]
@@ -92,11 +89,12 @@ def _by_rows(
     shown: list[Tensor] = []
     for block in blocks:
         visible = dense(operands, problem.options, block)[1]
-        arguments = (query[:, :, block], key, value, bias, visible, sight.with_weights)
+        part = query if block is None else query[:, :, block]
+        arguments = (part, key, value, mask.eager_bias, visible, mask.with_weights)
         if torch.is_grad_enabled() and len(blocks) > 1:
-            out, weights = checkpoint(own, *arguments, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues]
+            out, weights = checkpoint(layer.eager_formula, *arguments, use_reentrant=False)  # pyright: ignore
         else:
-            out, weights = own(*arguments)
+            out, weights = layer.eager_formula(*arguments)
         # The originals spread a row that sees nothing evenly over all keys, or make it NaN in half precision.
         outs.append(out.masked_fill(~visible.any(-1, keepdim=True), 0.0))
         if weights is not None:

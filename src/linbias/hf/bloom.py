@@ -5,33 +5,32 @@ Exact: -m * distance in float32. transformers rounds the key bias to the model's
 from the start of a text tie; see docs/models/bloom.md.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer
+from torch import Tensor
+from transformers import BloomConfig
 from transformers.models.bloom import modeling_bloom as original
 
 from ..semantics.slopes import alibi_slopes
-from .attention import attend
-from .decoder import TESTED_VERSIONS, Decoder, decode, takes_cache
+from .decoder import Attention, Decoder, forward_of
+from .documents import before_head
 from .families import Family
-from .mlp import in_blocks
-from .sight import Sight
+from .mlp import RowBlocks
+from .parity import tiny_decoder
 
 
 class BloomModel(Decoder, original.BloomModel):
     """`transformers.BloomModel` without the n x n mask."""
 
-    counts_tokens = True
+    forward = forward_of(original.BloomModel)
 
     def alibi_slopes(self) -> Tensor:
         """The authors' slopes."""
         return alibi_slopes(self.num_heads, device="cpu")
 
-    def own_bias(self, key_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    def eager_bias(self, key_mask: Tensor, dtype: torch.dtype) -> Tensor:
         """(B * H, 1, S) in the model's dtype."""
         return self.build_alibi_tensor(key_mask, self.num_heads, dtype)
 
@@ -39,99 +38,40 @@ class BloomModel(Decoder, original.BloomModel):
         """BLOOM normalises its embeddings."""
         return self.word_embeddings_layernorm(inputs_embeds)
 
-    def layer_stack(self) -> Iterable[nn.Module]:
-        """Its layers."""
-        return self.h
 
-    def last_norm(self, hidden: Tensor) -> Tensor:
-        """LayerNorm."""
-        return self.ln_f(hidden)
-
-    def block_arguments(self, sight: Sight) -> dict[str, Any]:
-        """BLOOM's blocks require `alibi`."""
-        return {"attention_mask": sight, "alibi": None}
-
-    @takes_cache
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        cache: Any = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """As transformers' own; `attention_mask` may also be 4-D, True = visible."""
-        return decode(
-            self,
-            input_ids,
-            cache,
-            attention_mask,
-            inputs_embeds,
-            use_cache=use_cache,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-        )
-
-
-class BloomAttention(original.BloomAttention):
+class BloomAttention(Attention, original.BloomAttention):  # pyright: ignore[reportIncompatibleMethodOverride]
     """`BloomAttention` whose bias is never built."""
 
-    uses_alibi = True
+    def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of each head lie side by side."""
+        return self._reshape(self.query_key_value(hidden))
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        residual: Tensor,
-        alibi: Any,
-        attention_mask: Any,
-        layer_past: Any = None,
-        use_cache: bool = False,
-        output_attentions: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attention, output projection, dropout and residual; `attention_mask` is a `Sight`."""
-        query, key, value = self._reshape(self.query_key_value(hidden_states))
-        context, weights = attend(
-            query,
-            key,
-            value,
-            attention_mask,
-            into=(layer_past, self.layer_idx),
-            scale=self.inv_norm_factor,
-            dropout_p=self.attention_dropout.p if self.training else 0.0,
-            own=self._own_formula,
-        )
-        output = original.dropout_add(self._project(context), residual, self.hidden_dropout, self.training)
-        return output, weights
-
-    def _project(self, context: Tensor) -> Tensor:
+    def project(self, context: Tensor, residual: Any) -> Tensor:
+        """Output projection, dropout and residual."""
         if self.pretraining_tp <= 1 or not self.slow_but_exact:
-            return self.dense(context)
-        # As the original: one slice per rank of the training run, summed in order, and without the bias.
-        width = self.hidden_size / self.pretraining_tp
-        output = torch.zeros_like(context)
-        for rank in range(self.pretraining_tp):
-            part = slice(int(rank * width), int((rank + 1) * width))
-            output = output + F.linear(context[:, :, part], self.dense.weight[:, part])
-        return output
+            output = self.dense(context)
+        else:
+            # As the original: one slice per rank of the training run, summed in order, and without the bias.
+            width = self.hidden_size / self.pretraining_tp
+            output = torch.zeros_like(context)
+            for rank in range(self.pretraining_tp):
+                part = slice(int(rank * width), int((rank + 1) * width))
+                output = output + F.linear(context[:, :, part], self.dense.weight[:, part])
+        return original.dropout_add(output, residual, self.hidden_dropout, self.training)
 
-    def _own_formula(
+    def eager_formula(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, visible: Tensor, with_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """transformers': scores and probabilities rounded to the model's dtype, softmax in float32."""
-        flat_key, flat_value = key.flatten(0, 1), value.flatten(0, 1)
-        scores = bias.baddbmm(
-            query.flatten(0, 1), flat_key.transpose(1, 2), beta=self.beta, alpha=self.inv_norm_factor
-        ).unflatten(0, query.shape[:2])
+        """Scores and probabilities rounded to the model's dtype, softmax in float32."""
+        # Mixed precision may have given the layer another dtype than the embeddings'.
+        scores = bias.to(query.dtype).baddbmm(
+            query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), beta=self.beta, alpha=self.inv_norm_factor
+        )
+        scores = scores.unflatten(0, query.shape[:2])
         scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
         weights = F.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
         dropped = self.attention_dropout(weights)
-        return torch.bmm(dropped.flatten(0, 1), flat_value).unflatten(0, query.shape[:2]), weights
+        return torch.bmm(dropped.flatten(0, 1), value.flatten(0, 1)).unflatten(0, query.shape[:2]), weights
 
 
 class BloomGelu(original.BloomGelu):
@@ -142,12 +82,8 @@ class BloomGelu(original.BloomGelu):
         return F.gelu(x, approximate="tanh")
 
 
-class BloomMLP(original.BloomMLP):
+class BloomMLP(RowBlocks, original.BloomMLP):  # pyright: ignore[reportIncompatibleMethodOverride]
     """`BloomMLP`, a long text in blocks."""
-
-    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
-        """Both projections, dropout and residual."""
-        return in_blocks(self, super().forward, hidden_states, residual, activation="gelu_impl")
 
 
 def _differences(model: Any, fidelity: str) -> list[str]:
@@ -165,25 +101,6 @@ FAMILY = Family(
     exact_swaps={original.BloomGelu: BloomGelu, original.BloomMLP: BloomMLP},
     convention="slopes 'press', bias added after 1/sqrt(D), positions count what attention_mask calls real",
     differences=_differences,
-    versions=TESTED_VERSIONS,
-    sources=(
-        original.build_alibi_tensor,
-        original.dropout_add,
-        original.bloom_gelu_forward,
-        original.GeLUFunction,
-        original.BloomGelu,
-        original.BloomAttention,
-        original.BloomMLP,
-        original.BloomBlock,
-        original.BloomModel,
-        DynamicLayer,
-    ),
-    known_sources={
-        "4a448bdb8bf65fba": "5.18",
-        "f355072c713d940f": "5.19",
-        "f1f0e16e50d727e9": "5.20",
-        "988838346ae9fc02": "5.21",
-        "5d1a0dc4225010f4": "5.22 and 5.23",
-        "c1ada69c2e241a78": "5.24",
-    },
+    before_head=before_head,
+    example=lambda: tiny_decoder(original.BloomModel, BloomConfig(hidden_size=16, n_layer=2, n_head=2)),
 )

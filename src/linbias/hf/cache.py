@@ -13,7 +13,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..cache import KVCache
 from ..semantics.checks import readable
-from .sight import Sight, has_holes, pair_mask, token_mask
+from ..semantics.tokens import Tokens
+from .mask import AttentionMask, has_holes, pair_mask, token_mask
 
 _ONLY_PATCHED = (
     "an AlibiCache hands no keys out: only models patched by linbias.patch can use it; give other models a DynamicCache"
@@ -39,21 +40,22 @@ class AlibiLayer(CacheLayerMixin):
         self.real: Tensor | None = None
         """(B, columns) bool, once there was a mask: which of them are tokens and which padding."""
 
-    def append(self, key: Tensor, value: Tensor, sight: Sight) -> None:
+    def append(self, key: Tensor, value: Tensor, mask: AttentionMask) -> None:
         """Take in the new tokens of one pass."""
-        self.store.append(key, value, mask=sight.key_mask, positions=sight.key_positions)
+        real = mask.keys.real
+        self.store.append(key, value, mask=real, positions=mask.keys.position)
         tokens = key.shape[2]
-        if sight.key_mask is not None or self.real is not None:
+        if real is not None or self.real is not None:
             before = key.new_ones(key.shape[0], self.columns, dtype=torch.bool) if self.real is None else self.real
-            now = key.new_ones(key.shape[0], tokens, dtype=torch.bool) if sight.key_mask is None else sight.key_mask
+            now = key.new_ones(key.shape[0], tokens, dtype=torch.bool) if real is None else real
             self.real = _compact(torch.cat([before, now], 1))
         self.columns += tokens
         self.is_initialized = True
 
-    def attend(self, query: Tensor, sight: Sight, *, scale: float, dropout_p: float) -> Tensor:
+    def attend(self, query: Tensor, mask: AttentionMask, *, scale: float, dropout_p: float) -> Tensor:
         """(B, H, T, V): from the tokens just appended to all that is kept."""
-        options: dict[str, Any] = {"causal": sight.causal, "attn_mask": sight.attn_mask}
-        out = self.store.attend(query, sight.slopes, scale=scale, dropout_p=dropout_p, **options)
+        options: dict[str, Any] = {"causal": mask.causal, "attn_mask": mask.attn_mask}
+        out = self.store.attend(query, mask.slopes, scale=scale, dropout_p=dropout_p, **options)
         assert isinstance(out, Tensor)  # a tuple comes with return_aux only
         return out
 
@@ -186,13 +188,15 @@ class AlibiCache(Cache):
         """Refused; see `AlibiLayer.update`."""
         raise TypeError(_ONLY_PATCHED)
 
-    def look(self, mask: Tensor | None, hidden: Tensor, sight: Sight, *, counted: bool, layers: int) -> Sight:
-        """The sight of a pass over `hidden` (B, T, width); key mask and positions are the *new* tokens'.
+    def read_mask(
+        self, mask: Tensor | None, hidden: Tensor, slopes: Tensor, *, causal: bool, counted: bool, layers: int
+    ) -> AttentionMask:
+        """How the layers of a pass over `hidden` (B, T, width) attend; keys are the *new* tokens.
 
         Args:
-            mask: as for `sight.look`.
+            mask: as for `linbias.hf.mask.read_mask`.
             hidden: the embedded new tokens.
-            sight: slopes and causal rule.
+            slopes, causal: as there.
             counted: positions count real tokens, as `KVCache` does by itself.
             layers: how many the model has.
 
@@ -214,31 +218,39 @@ class AlibiCache(Cache):
                 f"{'no attention_mask' if mask is None else 'a 4-D attention_mask'} would not mean the same as without "
                 f"a cache: pass attention_mask of shape ({batch}, {keys}), over cached and new tokens"
             )
-        if mask is None:
-            return sight
-        if mask.dim() == 4:
+        new = Tokens(queries, 0, hidden.device)
+        if mask is not None and mask.dim() == 4:
             if self.windowed:
                 raise ValueError(
                     "a 4-D attention_mask names every key, and this cache drops some: leave the window out, or pass a "
                     "(batch, tokens) mask"
                 )
-            return sight._replace(causal=False, attn_mask=pair_mask(mask.to(hidden.device), queries, keys))
-        key_mask = token_mask(mask.to(hidden.device), batch, keys, keys)
-        if readable(key_mask):
+            pairs = pair_mask(mask.to(hidden.device), queries, keys)
+            return AttentionMask(slopes, new, new, causal=False, attn_mask=pairs)
+        if mask is not None:
+            real, documents = token_mask(mask.to(hidden.device), batch, keys, keys)
+            # Once a text, a device may be waited for.
+            if documents is not None and not past and bool((documents > 1).any()):
+                raise ValueError("attention_mask numbers several documents a row, and a cache keeps one text a row")
+            new = self._new_tokens(new, real, past, counted=counted)
+        return AttentionMask(slopes, new, new, causal=causal)
+
+    def _new_tokens(self, new: Tokens, real: Tensor, past: int, *, counted: bool) -> Tokens:
+        """With what (B, past + T) says of them."""
+        if readable(real):
             if past:
-                self._check_unchanged(key_mask[:, :past])
-            if bool(key_mask.all()):
-                return sight
-        new = key_mask[:, past:]
-        if not counted and self.windowed and readable(key_mask) and has_holes(key_mask):
+                self._check_unchanged(real[:, :past])
+            if bool(real.all()):
+                return new
+        if not counted and self.windowed and readable(real) and has_holes(real):
             raise ValueError(
                 "attention_mask has holes, which count as distance in this model but not in a cache with a window; "
                 "leave the window out, or the holes"
             )
+        kept = real[:, past:]
         if not counted and not self.windowed:
-            places = torch.arange(past, keys, device=hidden.device)
-            return sight._replace(key_mask=new, key_positions=places)
-        return sight._replace(key_mask=None if readable(new) and bool(new.all()) else new)
+            return new._replace(real=kept, position=torch.arange(past, real.shape[1], device=real.device)[None])
+        return new if readable(kept) and bool(kept.all()) else new._replace(real=kept)
 
     def _check_unchanged(self, mask: Tensor) -> None:
         """Raise where (B, past) calls other cached tokens real than those taken in as such."""

@@ -6,116 +6,48 @@ even in float32 models, and its eager path adds the bias twice; see docs/models/
 """
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer
+from torch import Tensor
+from transformers import FalconConfig
 from transformers.models.falcon import modeling_falcon as original
 
 from ..semantics.slopes import alibi_slopes
-from .attention import attend
-from .decoder import TESTED_VERSIONS, Decoder, MaskStaysFlat, decode, takes_cache
+from .decoder import Attention, Decoder, FlatMasks, forward_of
+from .documents import before_head
 from .families import Family
-from .mlp import in_blocks
-from .sight import Sight
+from .mlp import RowBlocks
+from .parity import tiny_decoder
 
 
 class FalconModel(Decoder, original.FalconModel):
     """`transformers.FalconModel` with alibi, without the n x n mask that carries the bias."""
 
-    counts_tokens = True
+    forward = forward_of(original.FalconModel)
 
     def alibi_slopes(self) -> Tensor:
         """The authors' slopes in bfloat16, over sqrt(D): Falcon scales product and bias together."""
         rounded = alibi_slopes(self.num_heads, device="cpu").bfloat16().double()
         return rounded / math.sqrt(self.config.hidden_size // self.num_heads)
 
-    def own_bias(self, key_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    def eager_bias(self, key_mask: Tensor, dtype: torch.dtype) -> Tensor:
         """(B, H, 1, S) in the model's dtype, scaled."""
         bias = original.build_alibi_tensor(key_mask, self.num_heads, dtype).unflatten(0, (-1, self.num_heads))
         return bias / math.sqrt(self.config.hidden_size // self.num_heads)
 
-    def layer_stack(self) -> Iterable[nn.Module]:
-        """Its layers."""
-        return self.h
 
-    def last_norm(self, hidden: Tensor) -> Tensor:
-        """LayerNorm."""
-        return self.ln_f(hidden)
+class _Attention(Attention):
+    """What both patched attention classes share."""
 
-    def block_arguments(self, sight: Sight) -> dict[str, Any]:
-        """Falcon's blocks require `alibi`; the rotary embeddings they also offer are not used with it."""
-        return {"attention_mask": sight, "alibi": None}
+    def project(self: Any, context: Tensor, residual: Any) -> Tensor:
+        """The residual is added by the block."""
+        return self.dense(context)
 
-    @takes_cache
-    def forward(  # noqa: PLR0913, PLR0917  (the signature is transformers')
-        self,
-        input_ids: Tensor | None = None,
-        cache: Any = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """As transformers' own; `attention_mask` may also be 4-D.
-
-        `position_ids` only tell packed sequences apart, where there is neither mask nor cache; positions are counted
-        in the mask.
-        """
-        return decode(
-            self,
-            input_ids,
-            cache,
-            attention_mask,
-            inputs_embeds,
-            position_ids=position_ids,
-            use_cache=use_cache,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-        )
-
-
-class _Attention:
-    """The forward of both patched attention classes."""
-
-    uses_alibi = True
-
-    def forward(
-        self: Any,
-        hidden_states: Tensor,
-        alibi: Any,
-        attention_mask: Any,
-        position_ids: Tensor | None = None,
-        layer_past: Any = None,
-        use_cache: bool = False,
-        output_attentions: bool = False,
-        position_embeddings: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attention and output projection; `attention_mask` is a `Sight`."""
-        query, key, value = self._heads(self.query_key_value(hidden_states))
-        context, weights = attend(
-            query,
-            key,
-            value,
-            attention_mask,
-            into=(layer_past, self.layer_idx),
-            scale=self.inv_norm_factor,
-            dropout_p=self.attention_dropout.p if self.training else 0.0,
-            own=self._own_formula,
-        )
-        return self.dense(context), weights
-
-    def _heads(self: Any, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query (B, H, T, D), key and value (B, G, T, D): the three layouts of the projection."""
+    def heads(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Key and value once a group, in the three layouts of the projection."""
+        fused = self.query_key_value(hidden)
         if self.new_decoder_architecture:
             groups = fused.unflatten(2, (self.num_kv_heads, -1, self.head_dim)).transpose(1, 2)
             query, key, value = groups[:, :, :, :-2], groups[:, :, :, -2], groups[:, :, :, -1]
@@ -126,11 +58,12 @@ class _Attention:
         heads = fused.unflatten(2, (self.num_heads, 3, self.head_dim)).transpose(1, 2)
         return heads[:, :, :, 0], heads[:, :, :, 1], heads[:, :, :, 2]
 
-    def _own_formula(
+    def eager_formula(
         self: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, visible: Tensor, with_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """transformers' sdpa path: the bias rides on a mask in the model's dtype."""
-        mask = torch.where(visible, bias, torch.finfo(query.dtype).min)
+        """The sdpa path: the bias rides on a mask in the model's dtype."""
+        # Mixed precision may have given the layer another dtype than the embeddings'.
+        mask = torch.where(visible, bias.to(query.dtype), torch.finfo(query.dtype).min)
         # One shared key head stays one, as in the original; SDPA broadcasts it.
         if self.new_decoder_architecture:
             shared = self.num_heads // key.shape[1]
@@ -142,23 +75,19 @@ class _Attention:
         return out, F.softmax(query @ key.transpose(-1, -2) * self.inv_norm_factor + mask, -1)
 
 
-class FalconAttention(_Attention, original.FalconAttention):
+class FalconAttention(_Attention, original.FalconAttention):  # pyright: ignore[reportIncompatibleMethodOverride]
     """`FalconAttention` whose bias is never built."""
 
 
-class FalconFlashAttention2(_Attention, original.FalconFlashAttention2):
+class FalconFlashAttention2(_Attention, original.FalconFlashAttention2):  # pyright: ignore[reportIncompatibleMethodOverride]
     """`FalconFlashAttention2`, which refuses alibi, without that refusal; no flash-attn is called."""
 
 
-class FalconMLP(original.FalconMLP):
+class FalconMLP(RowBlocks, original.FalconMLP):  # pyright: ignore[reportIncompatibleMethodOverride]
     """`FalconMLP`, a long text in blocks."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Both projections."""
-        return in_blocks(self, super().forward, x, linear=original.FalconLinear)
 
-
-class FalconForCausalLM(MaskStaysFlat, original.FalconForCausalLM):
+class FalconForCausalLM(FlatMasks, original.FalconForCausalLM):
     """`transformers.FalconForCausalLM`; `generate` keeps its masks flat."""
 
     def _get_static_cache_init_shape(self: Any) -> Any:
@@ -196,22 +125,8 @@ FAMILY = Family(
     "attention_mask calls real",
     refusals=_refusals,
     differences=_differences,
-    versions=TESTED_VERSIONS,
-    sources=(
-        original.build_alibi_tensor,
-        original.FalconAttention,
-        original.FalconFlashAttention2,
-        original.FalconMLP,
-        original.FalconDecoderLayer,
-        original.FalconModel,
-        DynamicLayer,
+    before_head=before_head,
+    example=lambda: tiny_decoder(
+        original.FalconModel, FalconConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, alibi=True)
     ),
-    known_sources={
-        "ab592d4d362d7ae2": "5.18",
-        "b31bf45f59430378": "5.19",
-        "1592b79543d703e6": "5.20 and 5.21",
-        "bd8a39cd5f41c3d3": "5.22",
-        "0d58207182f69fcb": "5.23",
-        "22a91f08204666e0": "5.24",
-    },
 )

@@ -6,11 +6,7 @@ subclass and unpatching sets it back, so weights, names and state_dict are never
 patched model stay patched: classes are found again by import.
 """
 
-import ast
-import hashlib
 import importlib
-import inspect
-import linecache
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,77 +49,16 @@ class Family:
     """What of a decoder's configuration has no effect, as without the patch."""
     differences: Callable[[Any, str], list[str]] = _nothing
     """Where a decoder's results will differ from the unpatched model's by more than rounding, for a fidelity."""
-    versions: tuple[str, str] | None = None
-    """Oldest and newest version of transformers that the family takes; None: of no concern. The newest goes as far as
-    it is written: "5.24" has all patch releases of 5.24 in it, which `known_sources` should then tell apart."""
-    sources: tuple[Any, ...] = ()
-    """The originals that the subclasses replace or rely on."""
-    known_sources: Mapping[str, str] = field(default_factory=dict)
-    """`fingerprint(sources)` -> the versions that have it; empty: of no concern."""
+    before_head: Callable[..., Any] | None = None
+    """A forward pre-hook, with keyword arguments, for the models around a decoder: what their forward does not hand on
+    to the decoder, though it must know."""
+    example: Callable[[], tuple[nn.Module, Callable[[nn.Module], Any]]] | None = None
+    """A tiny random decoder and what runs it: patched in either fidelity it must give what it gives unpatched, which is
+    tried once a process. None: not tried."""
 
     def all_swaps(self, fidelity: str) -> dict[type[nn.Module], type[nn.Module]]:
         """Original -> patched for a fidelity."""
         return {**self.swaps, **(self.exact_swaps if fidelity == "exact" else {})}
-
-    def why_not(self) -> str | None:
-        """Why the installed transformers cannot be patched, or None."""
-        if self.versions is not None:
-            import transformers
-            from packaging.version import parse
-
-            oldest, newest = self.versions
-            installed, last = parse(transformers.__version__), parse(newest).release
-            if not (parse(oldest) <= installed and installed.release[: len(last)] <= last):
-                return f"transformers {transformers.__version__} is not among the tested versions {oldest} to {newest}"
-        replaced = [name for source in self.sources for name in _replaced(source)]
-        if replaced:
-            return f"another patch has replaced {', '.join(replaced)}"
-        if self.known_sources and (found := fingerprint(self.sources)) not in self.known_sources:
-            return f"the source of its classes has changed (fingerprint {found} is none of those tested)"
-        return None
-
-
-def fingerprint(sources: Iterable[Any]) -> str:
-    """16 hex digits of the source text of classes and functions.
-
-    >>> fingerprint([fingerprint]) == fingerprint([fingerprint])
-    True
-    """
-    files: dict[str, dict[str, str]] = {}
-    try:
-        text = "\n".join(_source(source, files) for source in sources)
-    except OSError:
-        return "unreadable"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _source(source: Any, files: dict[str, dict[str, str]]) -> str:
-    """`inspect.getsource`, which would parse a class's whole file again for every class."""
-    file = inspect.getsourcefile(inspect.unwrap(source)) or ""
-    if file not in files:
-        files[file] = _definitions(file)
-    if source.__name__ in files[file] and source.__qualname__ == source.__name__:
-        return files[file][source.__name__]
-    return inspect.getsource(source)
-
-
-def _definitions(file: str) -> dict[str, str]:
-    """The text of the classes and functions that a file defines at its top level."""
-    lines = linecache.getlines(file)
-    found: dict[str, str] = {}
-    for node in ast.parse("".join(lines)).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            first = min(part.lineno for part in (node, *node.decorator_list))
-            found[node.name] = "".join(lines[first - 1 : node.end_lineno])
-    return found
-
-
-def _replaced(source: Any) -> list[str]:
-    """Methods of a class that were not defined where the class was."""
-    if not inspect.isclass(source):
-        return []
-    methods = {name: inspect.unwrap(part) for name, part in vars(source).items() if inspect.isfunction(part)}
-    return [f"{source.__name__}.{name}" for name, part in methods.items() if part.__module__ != source.__module__]
 
 
 def register(family: Family) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ..cache.storage import grown
 from ..semantics.bounds import KeyBounds, append_norms, key_bounds
 from ..semantics.checks import unwatched
 
@@ -71,9 +72,9 @@ class GrowingLayer(DynamicLayer):
         assert self.keys is not None and self.values is not None
         # Let go before anything is copied: what somebody has replaced must not lie beside its copies.
         keys, values = self._let_go()
-        grown = _append(self, keys, self.keys, key_states), _append(self, values, self.values, value_states)
-        vars(self)["_grown"] = grown
-        self.keys, self.values = grown[0].shown, grown[1].shown
+        both = _append(self, keys, self.keys, key_states), _append(self, values, self.values, value_states)
+        vars(self)["_grown"] = both
+        self.keys, self.values = both[0].shown, both[1].shown
         return self.keys, self.values
 
     def bounds(self) -> KeyBounds | None:
@@ -157,43 +158,24 @@ def _plain(held: Tensor | None, new: Tensor) -> bool:
     )
 
 
-def _append(layer: GrowingLayer, grown: _Grown | None, held: Tensor, new: Tensor) -> _Grown:
+def _append(layer: GrowingLayer, old: _Grown | None, held: Tensor, new: Tensor) -> _Grown:
     """`held` and then `new`, in the memory `held` lies in if that has room; None: it is not ours."""
     before, after = held.shape[2], held.shape[2] + new.shape[2]
-    if grown is None:
-        whole, norms = _roomy(held, after), None
-    else:
-        whole, norms = grown.whole, grown.norms
-        if norms is not None and grown.version != whole._version:
-            norms = None  # somebody else has written to the keys
-        if after > whole.shape[2]:
-            whole = _roomy(held, after)
-            norms = None if norms is None else _with_room(norms, whole)
+    whole = None if old is None else old.whole
+    # Bounds are of no use once somebody else has written to the keys.
+    norms = None if old is None or old.version != old.whole._version else old.norms
+    if whole is None or after > whole.shape[2]:
+        whole = grown(held, 2, after + max(after // _SHARE, _LEAST_ROOM), before)
+        norms = None if norms is None else _with_room(norms, whole)
     whole[:, :, before:after] = new
-    grown = _Grown(whole, whole[:, :, :after], after, id(layer))
-    if norms is None:
-        return grown
-    append_norms(norms, before, new, _BLOCK)
-    return grown._replace(norms=norms, version=whole._version)
-
-
-def _roomy(held: Tensor, tokens: int) -> Tensor:
-    """A copy of `held` with room for `tokens` and more."""
-    capacity = tokens + max(tokens // _SHARE, _LEAST_ROOM)
-    with _writable():
-        whole = held.new_empty((*held.shape[:2], capacity, held.shape[3]))
-    whole[:, :, : held.shape[2]] = held
-    return whole
+    if norms is not None:
+        append_norms(norms, before, new, _BLOCK)
+    return _Grown(whole, whole[:, :, :after], after, id(layer), norms, whole._version)
 
 
 def _with_room(norms: Tensor, whole: Tensor) -> Tensor:
     """A copy of `norms` with room for all of `whole`; blocks to come are bounded by 0."""
-    with _writable():
-        roomy = norms.new_zeros((*norms.shape[:2], -(-whole.shape[2] // _BLOCK)))
-    roomy[:, :, : norms.shape[2]] = norms
+    known = norms.shape[2]
+    roomy = grown(norms, 2, -(-whole.shape[2] // _BLOCK), known)
+    roomy[:, :, known:] = 0.0
     return roomy
-
-
-def _writable() -> torch.inference_mode:
-    """Tensors made in it may be written to in inference mode and outside, and count who does: inference tensors not."""
-    return torch.inference_mode(False)

@@ -5,128 +5,80 @@ transformers ignores `alibi_bias_max`, `alibi`, `qk_ln`, `prefix_lm`, `attn_type
 `max_seq_len`. Here the first is honoured, length has no limit, and the others are refused; see docs/models/mpt.md.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer
+from torch import Tensor
+from transformers import MptConfig
 from transformers.models.mpt import modeling_mpt as original
 
 from ..semantics.slopes import alibi_slopes
-from .attention import attend
-from .decoder import TESTED_VERSIONS, Decoder, MaskStaysFlat, decode, takes_cache
+from .decoder import Attention, Decoder, FlatMasks, forward_of
+from .documents import before_head
 from .families import Family
-from .mlp import in_blocks
-from .sight import Sight
+from .mlp import RowBlocks
+from .parity import tiny_decoder
 
 
 class MptModel(Decoder, original.MptModel):
     """`transformers.MptModel` without the n x n mask and the bias of `max_seq_len`."""
 
     counts_tokens = False
+    blocks_name, norm_name, bias_argument = "blocks", "norm_f", "position_bias"
+    forward = forward_of(original.MptModel)
 
     def alibi_slopes(self) -> Tensor:
         """The authors' slopes, their last exponent `alibi_bias_max`."""
         return alibi_slopes(self.num_heads, max_bias=_max_bias(self.config), device="cpu")
 
-    def own_bias(self, key_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    def eager_bias(self, key_mask: Tensor, dtype: torch.dtype) -> Tensor:
         """(H, 1, S) float32, 0 at the last key."""
         keys, maximum = key_mask.shape[1], _max_bias(self.config)
         return self.build_mpt_alibi_tensor(self.num_heads, keys, maximum, device=key_mask.device)
 
-    def layer_stack(self) -> Iterable[nn.Module]:
-        """Its layers."""
-        return self.blocks
 
-    def last_norm(self, hidden: Tensor) -> Tensor:
-        """LayerNorm without bias."""
-        return self.norm_f(hidden)
-
-    def block_arguments(self, sight: Sight) -> dict[str, Any]:
-        """MPT's blocks require `position_bias`."""
-        return {"attention_mask": sight, "position_bias": None}
-
-    @takes_cache
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        cache: Any = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """As transformers' own; a boolean 4-D `attention_mask` has True = visible, as in the rest of transformers."""
-        return decode(
-            self,
-            input_ids,
-            cache,
-            attention_mask,
-            inputs_embeds,
-            use_cache=use_cache,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-        )
-
-
-class MptAttention(original.MptAttention):
+class MptAttention(Attention, original.MptAttention):  # pyright: ignore[reportIncompatibleMethodOverride]
     """`MptAttention` whose bias is never built."""
 
-    uses_alibi = True
-    softmax_scale: float
-
-    @takes_cache
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_bias: None,
-        cache: Any = None,
-        attention_mask: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attention and output projection; `attention_mask` is a `Sight`."""
-        mixed = self.Wqkv(hidden_states)
+    def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All queries, then all keys, then all values."""
+        mixed = self.Wqkv(hidden)
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         query, key, value = mixed.unflatten(2, (3, self.n_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
-        context, weights = attend(
-            query,
-            key,
-            value,
-            attention_mask,
-            into=(cache, self.layer_idx),
-            scale=self.softmax_scale,
-            dropout_p=self.attn_dropout_p if self.training else 0.0,
-            own=self._own_formula,
-        )
-        return self.out_proj(context), weights
+        return query, key, value
 
-    def _own_formula(
+    def project(self, context: Tensor, residual: Any) -> Tensor:
+        """The residual is added by the block."""
+        return self.out_proj(context)
+
+    @property
+    def score_scale(self: Any) -> float:
+        """The configuration's `softmax_scale`."""
+        return self.softmax_scale
+
+    @property
+    def dropout_p(self: Any) -> float:
+        """A number here."""
+        return self.attn_dropout_p
+
+    def eager_formula(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, visible: Tensor, with_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """transformers': products rounded to the model's dtype, bias and softmax in float32."""
-        scores = torch.matmul(query, key.transpose(-1, -2)) * self.softmax_scale + bias
+        """Products rounded to the model's dtype, bias and softmax in float32."""
+        scores = torch.matmul(query, key.transpose(-1, -2)) * self.score_scale + bias
         scores = scores.masked_fill(~visible, torch.finfo(query.dtype).min)
         weights = F.softmax(scores.float(), dim=-1).to(value.dtype)
         dropped = F.dropout(weights, p=self.attn_dropout_p, training=self.training)
         return torch.matmul(dropped, value), weights
 
 
-class MptMLP(original.MptMLP):
+class MptMLP(RowBlocks, original.MptMLP):  # pyright: ignore[reportIncompatibleMethodOverride]
     """`MptMLP`, a long text in blocks."""
 
-    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
-        """Both projections, dropout and residual."""
-        return in_blocks(self, super().forward, hidden_states, residual)
 
-
-class MptForCausalLM(MaskStaysFlat, original.MptForCausalLM):
+class MptForCausalLM(FlatMasks, original.MptForCausalLM):
     """`transformers.MptForCausalLM`; `generate` keeps its masks flat."""
 
 
@@ -197,20 +149,6 @@ FAMILY = Family(
     refusals=_refusals,
     not_covered=_not_covered,
     differences=_differences,
-    versions=TESTED_VERSIONS,
-    sources=(
-        original.build_mpt_alibi_tensor,
-        original.MptAttention,
-        original.MptMLP,
-        original.MptBlock,
-        original.MptModel,
-        DynamicLayer,
-    ),
-    known_sources={
-        "f8d51853e221c5a9": "5.18",
-        "c43a8b6dff271000": "5.19",
-        "eb56a2ba52bea470": "5.20 and 5.21",
-        "e2818a36a4aef612": "5.22 and 5.23",
-        "d78e12a802f8a9ba": "5.24",
-    },
+    before_head=before_head,
+    example=lambda: tiny_decoder(original.MptModel, MptConfig(d_model=16, n_layers=2, n_heads=2)),
 )

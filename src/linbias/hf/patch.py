@@ -9,9 +9,9 @@ from typing import Any, Literal
 from torch import nn
 
 from .families import Family, families_for
+from .parity import FIDELITIES, check_parity
 
 Fidelity = Literal["exact", "checkpoint"]
-_FIDELITIES = ("exact", "checkpoint")
 _SUPPORTED = "BLOOM, MPT and Falcon with alibi=True, and what linbias.hf.register was given"
 
 
@@ -44,7 +44,7 @@ class Report:
     decoders: tuple[PatchedDecoder, ...]
     """The base models found."""
     changed: tuple[nn.Module, ...] = field(repr=False)
-    """The instances that got another class, and get theirs back at the end of a ``with`` block."""
+    """The instances that got another class or a hook, and lose it at the end of a ``with`` block."""
 
     @property
     def layers(self) -> int:
@@ -94,7 +94,7 @@ def patch(model: nn.Module, *, fidelity: Fidelity = "exact") -> Report:
         TypeError: not a module.
         ValueError: nothing to change, an option that cannot be honoured, or a model of which some part is already
             patched; the message names it. The model is then as it was.
-        NotImplementedError: the installed transformers is not one the patch was tested with.
+        NotImplementedError: with the installed transformers a tiny model gives something else patched than unpatched.
         ImportError: transformers is missing.
 
     >>> import linbias
@@ -107,7 +107,7 @@ def patch(model: nn.Module, *, fidelity: Fidelity = "exact") -> Report:
     """
     _check_model(model)
     _require_transformers()
-    if fidelity not in _FIDELITIES:
+    if fidelity not in FIDELITIES:
         raise ValueError(f"fidelity must be 'exact' or 'checkpoint', got {fidelity!r}")
     families = families_for(model)
     found = [(name, part, families[type(part)]) for name, part in model.named_modules() if type(part) in families]
@@ -118,14 +118,20 @@ def patch(model: nn.Module, *, fidelity: Fidelity = "exact") -> Report:
         _check(name, decoder, family, fidelity)
     needed = {old for _, _, family in found for old in family.swaps}
     swaps = {old: new for _, _, family in found for old, new in family.all_swaps(fidelity).items()}
-    for part in model.modules():
+    parts = [part for part in model.modules() if type(part) in swaps]
+    shadowed = [part for part in parts if _is_shadowed(part, swaps[type(part)])]
+    for part in shadowed:
         if type(part) in needed:
-            _check_instance(part)
-    parts = [part for part in model.modules() if type(part) in swaps and not _is_shadowed(part)]
+            raise ValueError(
+                f"the forward of a {type(part).__qualname__} was replaced on the instance, so its class cannot take "
+                f"effect: remove that first, patch, then apply it again"
+            )
+    parts = [part for part in parts if all(part is not other for other in shadowed)]
     for part in parts:
         _become(part, swaps[type(part)])
-    for _, decoder, _ in found:
+    for _, decoder, family in found:
         vars(decoder)["linbias_fidelity"] = fidelity
+        parts += _hook(model, decoder, family)
     names = {id(part): name for name, part in model.named_modules()}
     return Report(
         model,
@@ -173,9 +179,11 @@ def _originals(families: dict[type[nn.Module], Family]) -> dict[type[nn.Module],
 
 def _restore(parts: Iterable[nn.Module], families: dict[type[nn.Module], Family]) -> int:
     """Give those that are patched their classes back; how many attention layers that restored."""
-    back = _originals(families)
+    back, hooks = _originals(families), [family.before_head for family in families.values()]
     restored = 0
     for part in parts:
+        for number in [number for number, hook in part._forward_pre_hooks.items() if hook in hooks]:
+            del part._forward_pre_hooks[number], part._forward_pre_hooks_with_kwargs[number]
         if type(part) not in back:
             continue
         _become(part, back[type(part)])
@@ -231,12 +239,6 @@ def _nothing_found(model: nn.Module, families: dict[type[nn.Module], Family]) ->
 def _check(name: str, decoder: nn.Module, family: Family, fidelity: str) -> None:
     """Raise if this decoder cannot be patched as asked."""
     where = f"{family.name} model{f' {name!r}' if name else ''}"
-    reason = family.why_not()
-    if reason is not None:
-        raise NotImplementedError(
-            f"cannot patch the {where}: {reason}; patching blindly could change results, so install a tested "
-            f"version or a newer linbias"
-        )
     refusals = family.refusals(decoder)
     if refusals:
         raise ValueError(f"cannot patch the {where}: " + "; ".join(refusals))
@@ -252,21 +254,23 @@ def _check(name: str, decoder: nn.Module, family: Family, fidelity: str) -> None
             f"cannot patch the {where}: its attention layers are {', '.join(strange)}, not transformers' own; patch "
             f"before replacing them"
         )
+    check_parity(family)
 
 
-def _check_instance(part: nn.Module) -> None:
-    """Raise where a `forward` set on the instance would shadow the patched class's."""
-    if _is_shadowed(part):
-        raise ValueError(
-            f"the forward of a {type(part).__qualname__} was replaced on the instance, so its class cannot take "
-            f"effect: remove that first, patch, then apply it again"
-        )
+def _hook(model: nn.Module, decoder: nn.Module, family: Family) -> list[nn.Module]:
+    """Let the models around a decoder hand on to it what their own forward would not."""
+    if family.before_head is None:
+        return []
+    heads = [part for part in model.modules() if part is not decoder and getattr(part, "base_model", None) is decoder]
+    for head in heads:
+        head.register_forward_pre_hook(family.before_head, with_kwargs=True)
+    return heads
 
 
-def _is_shadowed(part: nn.Module) -> bool:
-    """Whether somebody's own function stands before the class's forward."""
+def _is_shadowed(part: nn.Module, kind: type[Any]) -> bool:
+    """Whether somebody's own function on the instance stands before the forward that `kind` would give it."""
     shadow = _shadows(part)
-    return bool(shadow) and shadow[-1][1] is None
+    return kind.forward is not type(part).forward and bool(shadow) and shadow[-1][1] is None
 
 
 def _shadows(part: nn.Module) -> list[tuple[str, MethodType | None]]:
