@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.inputs import trained, with_sink
 from linbias import alibi_attention_weights
 from linbias.backends import tiled
-from linbias.backends.tiled.tile import Call
+from linbias.backends.tiled.pieces import Call
 from linbias.lab.bench.race import Content, normal
 from linbias.lab.config import ModelConfig
 from linbias.prepare import prepare

@@ -11,7 +11,7 @@ import linbias
 from linbias import alibi_slopes, key_bounds
 from linbias.backends import reference, tiled
 from linbias.backends.tiled.ledger import Visits
-from linbias.backends.tiled.tile import Call
+from linbias.backends.tiled.pieces import Call
 from linbias.prepare import prepare
 from linbias.semantics.blocks import dense
 from linbias.semantics.problem import Operands, Problem

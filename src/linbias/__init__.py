@@ -13,7 +13,7 @@ from .cache import KVCache as KVCache
 from .errors import BackendUnavailable as BackendUnavailable
 from .hf import patch as patch
 from .hf import unpatch as unpatch
-from .semantics.blocks import alibi_bias as alibi_bias
+from .semantics.bias import alibi_bias as alibi_bias
 from .semantics.bounds import KeyBounds as KeyBounds
 from .semantics.bounds import key_bounds as key_bounds
 from .semantics.bounds import reach as reach

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from linbias import alibi_attention, alibi_slopes
 from linbias.backends import reference, tiled
-from linbias.backends.tiled.ledger import FUTURE, PAST, Visits
-from linbias.backends.tiled.tile import pieces
+from linbias.backends.tiled.ledger import Visits
+from linbias.backends.tiled.pieces import pieces
+from linbias.backends.tiled.table import FUTURE, PAST
 from linbias.prepare import prepare
 from linbias.semantics.problem import Operands, Problem
 from linbias.semantics.tokens import Tokens

@@ -12,8 +12,9 @@ from torch import Tensor
 from linbias import alibi_slopes, reach
 from linbias.backends import reference, tiled
 from linbias.backends.tiled import ledger
-from linbias.backends.tiled.ledger import Table, Visits
-from linbias.backends.tiled.tile import Call
+from linbias.backends.tiled.ledger import Visits
+from linbias.backends.tiled.pieces import Call
+from linbias.backends.tiled.table import Table
 from linbias.prepare import prepare
 from linbias.semantics.bounds import upper_norms
 from linbias.semantics.problem import Operands, Problem

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backend `tiled`: torch operations tile by tile; what the ledger proves negligible is skipped, on any device.
 
-Forward and backward share one course: a `Table` of strips and blocks says where they lie and what may be visible, a
-ledger chooses what to visit (ledger.py), and rectangles of pairs are computed one by one (tile.py). Memory is linear in
-the length. Of a GPU it fetches the table, the norms and the slopes once a call.
+Forward and backward share one course: a `Table` of strips and blocks says where they lie and what may be visible
+(table.py), a ledger chooses what to visit (ledger.py), which is computed in pieces of many tiles (pieces.py, tile.py).
+Memory is linear in the length. Of a GPU it fetches the table, the norms and the slopes once a call.
 """
 
 import math
@@ -16,8 +16,10 @@ from ...semantics.blocks import dense
 from ...semantics.bounds import upper_norms
 from ...semantics.problem import FEATURES, TRANSFORMED, Gradients, Operands, Problem, Result
 from . import ledger
-from .ledger import ANY, Table, Visits
-from .tile import Call, GradientSums, Softmax, pieces
+from .ledger import Visits
+from .pieces import Call, pieces
+from .table import ANY, Table
+from .tile import GradientSums, Softmax
 
 NAME = "tiled"
 COMPOSITE = False
