@@ -137,7 +137,7 @@ def test_superblocks_keep_the_promise(monkeypatch: pytest.MonkeyPatch):
     query, key = contents("normal", 1, 2, 2, 1500, 1500, 8)
     problem, operands = prepare(query, key, key, torch.tensor([0.5, 0.1]), {"causal": True, "tolerance": 1e-2})
     fine = forward_visits(problem, operands)
-    monkeypatch.setattr(ledger, "_TABLE", 150)
+    monkeypatch.setattr(tiled.table, "_TABLE", 150)
     coarse = forward_visits(problem, operands)
     assert (fine.strip, fine.block) == (64, 64) and (coarse.strip, coarse.block) == (128, 128)
     skipped, spent = forward_shares(problem, operands)

@@ -41,6 +41,7 @@ def alibi_bias(
     Reference:
         Press et al., https://arxiv.org/abs/2108.12409, section 3.
 
+    >>> import torch
     >>> alibi_bias(torch.tensor([0.5]), torch.tensor([2]), torch.arange(4)).tolist()
     [[[[-1.0, -0.5, 0.0, -0.5]]]]
     """

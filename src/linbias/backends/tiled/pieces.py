@@ -22,7 +22,7 @@ def wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-_SHORT = 16
+_FEW = 16
 """Stretches below it are added row by row: there may be many thousand, as of a decode step of a large batch."""
 
 
@@ -61,7 +61,7 @@ class Stretches:
         if self.step is not None and self.step >= self.length:
             self.take(tensor).add_(values)
             return
-        if tensor.device.type == "cpu" and self.length < _SHORT:
+        if tensor.device.type == "cpu" and self.length < _FEW:
             tensor.index_add_(0, self._index(tensor), values.flatten(0, 1))
             return
         for start, part in zip(self.starts.tolist(), values, strict=True):
