@@ -50,7 +50,7 @@ def number_documents(
             several = several or unwatched()
             if cache is None:
                 numbered = starts.cumsum(-1).expand(shape) + 1
-                mask = numbered if numbers is None else torch.where(numbers > 0, numbered, 0)
+                mask = numbered if numbers is None else torch.where(numbers.to(starts.device) > 0, numbered, 0)
     if several and cache is not None:
         raise ValueError(
             f"attention_mask or {', '.join(PACKING)} pack several documents into a row, and a cache keeps one text a "
