@@ -174,13 +174,9 @@ def decode(
     use_cache = _uses_cache(model, cache, given.get("use_cache"), several=several)
     if use_cache and cache is None:
         cache = DynamicCache(config=model.config)
-    if with_weights and isinstance(cache, AlibiCache):
-        raise ValueError(
-            "output_attentions needs every key at hand, which an AlibiCache does not keep; use DynamicCache"
-        )
     hidden = model.embed(inputs_embeds)
-    mask = _mask_of(model, attention_mask, cache, hidden, counted_in_pairs=given.get("position_ids") is not None)
-    mask.with_weights = with_weights
+    counted_in_pairs = given.get("position_ids") is not None
+    mask = _mask_of(model, attention_mask, cache, hidden, with_weights, counted_in_pairs=counted_in_pairs)
     options = {"use_cache": use_cache, "output_attentions": with_weights, model.bias_argument: None}
     states: list[Tensor] = []
     shown: list[Tensor] = []
@@ -196,7 +192,9 @@ def decode(
     return Output(last_hidden_state=hidden, hidden_states=all_states, attentions=all_weights, **{CACHE: cache})
 
 
-def _mask_of(model: Any, mask: Tensor | None, cache: Any, hidden: Tensor, *, counted_in_pairs: bool) -> AttentionMask:
+def _mask_of(
+    model: Any, mask: Tensor | None, cache: Any, hidden: Tensor, with_weights: bool, *, counted_in_pairs: bool
+) -> AttentionMask:
     """What this pass means by the rules of the model's family and fidelity."""
     # Not pinned, so the copy need not be waited for: no host-device sync (on the CPU there is no copy at all).
     slopes = model.alibi_slopes().to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
@@ -206,8 +204,13 @@ def _mask_of(model: Any, mask: Tensor | None, cache: Any, hidden: Tensor, *, cou
     if isinstance(cache, AlibiCache):
         if not exact:
             raise ValueError("an AlibiCache goes with fidelity='exact' only; patch with it, or use a DynamicCache")
+        if with_weights:
+            raise ValueError(
+                "output_attentions needs every key at hand, which an AlibiCache does not keep; use DynamicCache"
+            )
         return cache.read_mask(mask, hidden, slopes, layers=len(getattr(model, model.blocks_name)), **rules)
     found = read_mask(mask, cache, hidden, slopes, counted_in_pairs=counted_in_pairs, **rules)
+    found.with_weights = with_weights
     if not exact:
         real = found.keys.real
         if real is None:
