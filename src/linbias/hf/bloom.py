@@ -14,8 +14,7 @@ from transformers import BloomConfig
 from transformers.models.bloom import modeling_bloom as original
 
 from ..semantics.slopes import alibi_slopes
-from .decoder import Attention, Decoder, forward_of
-from .documents import before_head
+from .decoder import Attention, Decoder, before_head, forward_of
 from .families import Family
 from .mlp import RowBlocks
 from .parity import tiny_decoder

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from .attention import attend
 from .cache import AlibiCache
-from .documents import number_documents
+from .documents import PACKING, number_documents
 from .mask import AttentionMask, cache_lengths, read_mask
 
 TESTED_VERSIONS = ("5.18", "5.24")
@@ -174,13 +174,9 @@ def decode(
     use_cache = _uses_cache(model, cache, given.get("use_cache"), several=several)
     if use_cache and cache is None:
         cache = DynamicCache(config=model.config)
-    if with_weights and isinstance(cache, AlibiCache):
-        raise ValueError(
-            "output_attentions needs every key at hand, which an AlibiCache does not keep; use DynamicCache"
-        )
     hidden = model.embed(inputs_embeds)
-    mask = _mask_of(model, attention_mask, cache, hidden, counted_in_pairs=given.get("position_ids") is not None)
-    mask.with_weights = with_weights
+    counted_in_pairs = given.get("position_ids") is not None
+    mask = _mask_of(model, attention_mask, cache, hidden, with_weights, counted_in_pairs=counted_in_pairs)
     options = {"use_cache": use_cache, "output_attentions": with_weights, model.bias_argument: None}
     states: list[Tensor] = []
     shown: list[Tensor] = []
@@ -196,7 +192,9 @@ def decode(
     return Output(last_hidden_state=hidden, hidden_states=all_states, attentions=all_weights, **{CACHE: cache})
 
 
-def _mask_of(model: Any, mask: Tensor | None, cache: Any, hidden: Tensor, *, counted_in_pairs: bool) -> AttentionMask:
+def _mask_of(
+    model: Any, mask: Tensor | None, cache: Any, hidden: Tensor, with_weights: bool, *, counted_in_pairs: bool
+) -> AttentionMask:
     """What this pass means by the rules of the model's family and fidelity."""
     # Not pinned, so the copy need not be waited for: no host-device sync (on the CPU there is no copy at all).
     slopes = model.alibi_slopes().to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
@@ -206,8 +204,13 @@ def _mask_of(model: Any, mask: Tensor | None, cache: Any, hidden: Tensor, *, cou
     if isinstance(cache, AlibiCache):
         if not exact:
             raise ValueError("an AlibiCache goes with fidelity='exact' only; patch with it, or use a DynamicCache")
+        if with_weights:
+            raise ValueError(
+                "output_attentions needs every key at hand, which an AlibiCache does not keep; use DynamicCache"
+            )
         return cache.read_mask(mask, hidden, slopes, layers=len(getattr(model, model.blocks_name)), **rules)
     found = read_mask(mask, cache, hidden, slopes, counted_in_pairs=counted_in_pairs, **rules)
+    found.with_weights = with_weights
     if not exact:
         real = found.keys.real
         if real is None:
@@ -252,3 +255,18 @@ def _uses_cache(model: Any, cache: Any, asked: bool | None, *, several: bool) ->
     if dropped and cached:
         logger.warning_once("`use_cache=True` is incompatible with gradient checkpointing: set to False")
     return cached and not dropped
+
+
+def before_head(head: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A forward pre-hook of models around a patched decoder: what their forward would not hand on becomes its mask."""
+    if len(args) < 2 and not any(kwargs.get(name) is not None for name in PACKING):  # noqa: PLR2004
+        return None
+    named = dict(zip(inspect.signature(head.forward).parameters, args, strict=False)) | kwargs
+    tokens = named.get("input_ids") if named.get("inputs_embeds") is None else named["inputs_embeds"]
+    if tokens is None or not isinstance(getattr(head, "base_model", None), Decoder):
+        return None
+    batch, count = tokens.shape[:2]
+    mask, _ = number_documents(named.get("attention_mask"), (batch, count), named, named.get(CACHE))
+    if mask is named.get("attention_mask"):
+        return None
+    return (), {name: part for name, part in named.items() if name not in PACKING} | {"attention_mask": mask}

@@ -3,15 +3,14 @@
 
 transformers' collators without padding say it by `position_ids` that restart, by `cu_seq_lens_q` and `cu_seq_lens_k`,
 or by `seq_idx`. A model's head takes them in and hands none of them on, so that they are read before it: see
-`before_head`.
+`decoder.before_head`.
 """
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..semantics.checks import readable, unwatched
 from .mask import check_cache, numbers_of
@@ -50,7 +49,7 @@ def number_documents(
             several = several or unwatched()
             if cache is None:
                 numbered = starts.cumsum(-1).expand(shape) + 1
-                mask = numbered if numbers is None else torch.where(numbers > 0, numbered, 0)
+                mask = numbered if numbers is None else torch.where(numbers.to(starts.device) > 0, numbered, 0)
     if several and cache is not None:
         raise ValueError(
             f"attention_mask or {', '.join(PACKING)} pack several documents into a row, and a cache keeps one text a "
@@ -97,20 +96,3 @@ def _rows(name: str, part: Any, shape: tuple[int, int], places: Tensor) -> Tenso
     if values.dim() != 2 or values.shape[0] not in (1, batch) or values.shape[1] != tokens:
         raise ValueError(f"{name} must have shape ({tokens},) or ({batch}, {tokens}), got {tuple(values.shape)}")
     return values.expand(batch, tokens)
-
-
-def before_head(head: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A forward pre-hook of models around a patched decoder: what their forward would not hand on becomes its mask."""
-    from .decoder import CACHE, Decoder
-
-    if len(args) < 2 and not any(kwargs.get(name) is not None for name in PACKING):  # noqa: PLR2004
-        return None
-    named = dict(zip(inspect.signature(head.forward).parameters, args, strict=False)) | kwargs
-    tokens = named.get("input_ids") if named.get("inputs_embeds") is None else named["inputs_embeds"]
-    if tokens is None or not isinstance(getattr(head, "base_model", None), Decoder):
-        return None
-    batch, count = tokens.shape[:2]
-    mask, _ = number_documents(named.get("attention_mask"), (batch, count), named, named.get(CACHE))
-    if mask is named.get("attention_mask"):
-        return None
-    return (), {name: part for name, part in named.items() if name not in PACKING} | {"attention_mask": mask}

@@ -15,8 +15,7 @@ from transformers import FalconConfig
 from transformers.models.falcon import modeling_falcon as original
 
 from ..semantics.slopes import alibi_slopes
-from .decoder import Attention, Decoder, FlatMasks, forward_of
-from .documents import before_head
+from .decoder import Attention, Decoder, FlatMasks, before_head, forward_of
 from .families import Family
 from .mlp import RowBlocks
 from .parity import tiny_decoder

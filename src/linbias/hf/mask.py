@@ -62,7 +62,7 @@ class AttentionMask:
         return other
 
 
-def read_mask(  # noqa: PLR0913
+def read_mask(
     mask: Tensor | None,
     cache: Any,
     hidden: Tensor,

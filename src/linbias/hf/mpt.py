@@ -14,8 +14,7 @@ from transformers import MptConfig
 from transformers.models.mpt import modeling_mpt as original
 
 from ..semantics.slopes import alibi_slopes
-from .decoder import Attention, Decoder, FlatMasks, forward_of
-from .documents import before_head
+from .decoder import Attention, Decoder, FlatMasks, before_head, forward_of
 from .families import Family
 from .mlp import RowBlocks
 from .parity import tiny_decoder

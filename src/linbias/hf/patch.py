@@ -118,15 +118,7 @@ def patch(model: nn.Module, *, fidelity: Fidelity = "exact") -> Report:
         _check(name, decoder, family, fidelity)
     needed = {old for _, _, family in found for old in family.swaps}
     swaps = {old: new for _, _, family in found for old, new in family.all_swaps(fidelity).items()}
-    parts = [part for part in model.modules() if type(part) in swaps]
-    shadowed = [part for part in parts if _is_shadowed(part, swaps[type(part)])]
-    for part in shadowed:
-        if type(part) in needed:
-            raise ValueError(
-                f"the forward of a {type(part).__qualname__} was replaced on the instance, so its class cannot take "
-                f"effect: remove that first, patch, then apply it again"
-            )
-    parts = [part for part in parts if all(part is not other for other in shadowed)]
+    parts = _changeable(model, swaps, needed)
     for part in parts:
         _become(part, swaps[type(part)])
     for _, decoder, family in found:
@@ -255,6 +247,24 @@ def _check(name: str, decoder: nn.Module, family: Family, fidelity: str) -> None
             f"before replacing them"
         )
     check_parity(family)
+
+
+def _changeable(
+    model: nn.Module, swaps: dict[type[nn.Module], type[nn.Module]], needed: set[type[nn.Module]]
+) -> list[nn.Module]:
+    """What will get another class; raises where one that must would show no effect of it."""
+    parts: list[nn.Module] = []
+    for part in model.modules():
+        if type(part) not in swaps:
+            continue
+        if not _is_shadowed(part, swaps[type(part)]):
+            parts.append(part)
+        elif type(part) in needed:
+            raise ValueError(
+                f"the forward of a {type(part).__qualname__} was replaced on the instance, so its class cannot take "
+                f"effect: remove that first, patch, then apply it again"
+            )
+    return parts
 
 
 def _hook(model: nn.Module, decoder: nn.Module, family: Family) -> list[nn.Module]:

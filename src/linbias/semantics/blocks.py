@@ -200,7 +200,7 @@ class Tiles:
     def sides(self) -> tuple[Tensor, Tensor]:
         """bool: every key stands before every query, and after; with a bias for each pair."""
         if self.offset is None:
-            nowhere = torch.zeros_like(self.visible.some)
+            nowhere = torch.zeros_like(self.distance.low, dtype=torch.bool)
             return nowhere, nowhere
         past, future = self.offset.at_least(1).every, self.offset.at_most(-1).every
         return (past, future) if self.free is None else (past & ~self.free, future & ~self.free)
