@@ -2,7 +2,8 @@
 """The public operation: prepare, select, call."""
 
 from dataclasses import dataclass
-from typing import Literal, Unpack, overload
+from inspect import signature
+from typing import Literal, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -146,7 +147,7 @@ def alibi_attention(  # noqa: PLR0913
     >>> [round(weight, 4) for weight in out[0, 0, 3].tolist()]
     [0.1015, 0.1674, 0.276, 0.4551]
     """
-    options: AttentionOptions = {
+    given: AttentionOptions = {
         "causal": causal,
         "window": window,
         "sinks": sinks,
@@ -166,8 +167,13 @@ def alibi_attention(  # noqa: PLR0913
         "tolerance": tolerance,
         "key_bounds": key_bounds,
     }
-    result = run(*prepare(query, key, value, slopes, options), backend)
+    # What was not given stays absent: nothing is checked or carried along for it.
+    options = {name: value for name, value in given.items() if value is not _DEFAULTS[name]}
+    result = run(*prepare(query, key, value, slopes, cast(AttentionOptions, options)), backend)
     return (result.out, Aux.of(result)) if return_aux else result.out
+
+
+_DEFAULTS = {name: parameter.default for name, parameter in signature(alibi_attention).parameters.items()}
 
 
 def run(problem: Problem, operands: Operands, backend: str) -> Result:

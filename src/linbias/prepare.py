@@ -191,19 +191,22 @@ def _check_layout(query: Tensor, key: Tensor, slopes: Tensor) -> None:
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Whether these are a query, key and value of one call."""
-    if query.dtype not in _FLOATING:
-        raise TypeError(f"query must be float16, bfloat16, float32 or float64, got {query.dtype}")
+    dtype, device = query.dtype, query.device
+    if dtype not in _FLOATING:
+        raise TypeError(f"query must be float16, bfloat16, float32 or float64, got {dtype}")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.layout is not torch.strided:
             check_dense(name, tensor)
-        if tensor.dim() != 4:
+        if tensor.ndim != 4:
             raise ValueError(
                 f"{name} must have 4 dimensions (batch, heads, tokens, head dim), got shape {tuple(tensor.shape)}"
             )
-        if tensor.dtype != query.dtype:
-            raise TypeError(f"{name} must have the query's dtype {query.dtype}, got {tensor.dtype}; cast it with .to()")
-        if tensor.device != query.device:
-            raise ValueError(f"{name} must be on the query's device {query.device}, got {tensor.device}")
+        if tensor is query:
+            continue
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} must have the query's dtype {dtype}, got {tensor.dtype}; cast it with .to()")
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on the query's device {device}, got {tensor.device}")
     batch, heads, _, head_dim = query.shape
     key_batch, kv_heads, keys, key_dim = key.shape
     if key_batch != batch or value.shape[0] != batch:
