@@ -14,7 +14,7 @@ from torch import Tensor
 from linbias import alibi_attention, alibi_slopes
 from linbias.backends import reference, tiled
 from linbias.backends.tiled.ledger import Visits
-from linbias.backends.tiled.pieces import pieces
+from linbias.backends.tiled.pieces import pieces_of
 from linbias.backends.tiled.table import FUTURE, PAST
 from linbias.prepare import prepare
 from linbias.semantics.problem import Operands, Problem
@@ -23,7 +23,6 @@ from linbias.testing import Case, Judge, make_inputs
 from tests.every import why_not
 from tests.ledger_calls import calls, contents, distances, exact_weights, exactly, forward_visits
 
-# --- pieces -----------------------------------------------------------------------------------------------------
 
 # Long enough for runs of several blocks on one side, ragged ends and rows that see nothing.
 SHAPES = (
@@ -69,7 +68,7 @@ def test_a_far_sink_is_merged_in():
 def counted(problem: Problem, visits: Visits, side: int | None = None) -> Tensor:
     """(BH, T, S): how many pieces, of one side or of any, a pair is in."""
     counts = torch.zeros((problem.batch * problem.heads, problem.queries, problem.keys), dtype=torch.int64)
-    for piece in pieces(problem, visits):
+    for piece in pieces_of(problem, visits):
         rows = [(bh, row) for bh, row in zip(piece.bh.tolist(), piece.row.tolist(), strict=True)]
         assert len(set(rows)) == len(rows), "a row of a head is in one tile of a piece"
         if side is not None and piece.side != side:

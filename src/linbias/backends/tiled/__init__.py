@@ -17,7 +17,7 @@ from ...semantics.bounds import upper_norms
 from ...semantics.problem import FEATURES, TRANSFORMED, Gradients, Operands, Problem, Result
 from . import ledger
 from .ledger import Visits
-from .pieces import Call, pieces
+from .pieces import Call, pieces_of
 from .table import ANY, Table
 from .tile import GradientSums, Softmax
 
@@ -42,7 +42,7 @@ def forward(problem: Problem, operands: Operands) -> Result:
     if math.prod(rows) * problem.keys > 0:
         visits = visits_of(call)
         skipped = _skipped(visits, problem.queries, problem.accumulator)
-        for piece in pieces(problem, visits):
+        for piece in pieces_of(problem, visits):
             softmax.add(call, piece)
             computed += piece.bh.bincount(minlength=len(computed)) * (piece.height * piece.width)
     lse, lse_low = softmax.lse(problem.accumulator)
@@ -71,7 +71,7 @@ def backward(
     if lse.numel() * problem.keys > 0:
         # Nothing may come from a query that saw nothing, whatever it holds.
         call = replace(call, query=call.query.masked_fill((lse == -math.inf).view(-1, 1), 0.0))
-        for piece in pieces(problem, _backward_visits(call, lse, slopes_too=needs[3] or needs[4])):
+        for piece in pieces_of(problem, _backward_visits(call, lse, slopes_too=needs[3] or needs[4])):
             sums.add(call, piece, needs)
     return sums.gradients(call, needs)
 
@@ -114,7 +114,7 @@ def _sampled_mass(call: Call, table: Table, norms: Tensor) -> Tensor:
     visits.scatter_(2, nearest.unsqueeze(-1), True)
     sides = torch.full_like(visits, ANY, dtype=torch.int8)
     softmax = Softmax.of(call, with_value=False)
-    for piece in pieces(problem, Visits(visits, sides, visits, table.strip, table.block)):
+    for piece in pieces_of(problem, Visits(visits, sides, visits, table.strip, table.block)):
         softmax.add(call, piece)
     return ledger.rounded_mass(table, norms, softmax.lse(norms.dtype)[0].view_as(norms).to(device))
 

@@ -87,7 +87,7 @@ class Piece:
     """`ANY`, `PAST` or `FUTURE`."""
 
 
-def pieces(problem: Problem, visits: Visits) -> Iterator[Piece]:
+def pieces_of(problem: Problem, visits: Visits) -> Iterator[Piece]:
     """The visits in tiles of a strip by a run of blocks of one side, as many together as the memory set aside allows.
 
     On a CPU a piece's scores stay in its caches.
