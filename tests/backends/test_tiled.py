@@ -23,7 +23,6 @@ from linbias.testing import Case, Judge, make_inputs
 from tests.every import why_not
 from tests.ledger_calls import calls, contents, distances, exact_weights, exactly, forward_visits
 
-
 # Long enough for runs of several blocks on one side, ragged ends and rows that see nothing.
 SHAPES = (
     Case(batch=1, heads=3, kv_heads=3, queries=901, keys=901, head_dim=16, value_dim=16, causal=True),
