@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from .prepare import AttentionOptions, check_names, prepare
 from .semantics.blocks import Blocks, Tiles, dense
-from .semantics.bounds import content_bound as bound_of_norms
-from .semantics.bounds import reach, upper_norms
+from .semantics.bounds import reach, score_bound, upper_norms
 from .semantics.checks import (
     check_count,
     check_flag,
@@ -233,7 +232,7 @@ def content_bound(query: Tensor, key: Tensor, *, scale: float | None = None) -> 
     # One more norm of 0 stands for no tokens at all.
     norms = [F.pad(upper_norms(tensor.detach()).transpose(0, 1).flatten(1), (0, 1)) for tensor in (query, key)]
     largest = norms[1].amax(1).repeat_interleave(query.shape[1] // key.shape[1])
-    return 2 * bound_of_norms(factor, None, norms[0].amax(1), largest)
+    return 2 * score_bound(factor, None, norms[0].amax(1), largest)
 
 
 def _block_sizes(block_size: object) -> tuple[int, int]:

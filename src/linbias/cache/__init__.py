@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from ..attention import Aux, run
 from ..prepare import AttentionOptions, autocast, check_inputs, resolve
-from ..semantics.bounds import content_bound, upper_norms
+from ..semantics.bounds import score_bound, upper_norms
 from ..semantics.checks import (
     check_count,
     check_scale,
@@ -363,7 +363,7 @@ class KVCache:
             norms = real_norms(key, self._layout.real(storage.slots(self._layout.end))).double()
             norms = pad(norms, (0, 1)).amax(2).repeat_interleave(query.shape[1] // key.shape[1], 1)
             # Two scores of a row are at most twice the bound apart.
-            content = 2 * content_bound(scale, None, upper_norms(query.detach()).double().amax(2), norms)
+            content = 2 * score_bound(scale, None, upper_norms(query.detach()).double().amax(2), norms)
         pairs = newest_pairs(storage, self._layout, self._left, self._sinks, capped=self._streams)
         return CacheReport.of(pairs, self.lengths, rows, content, self._sinks or 1, tolerance)
 

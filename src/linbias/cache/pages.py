@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ..prepare import AttentionOptions, check_inputs, resolve_options
-from ..semantics.bounds import KeyBounds, content_bound, key_bounds, reach, upper_norms
+from ..semantics.bounds import KeyBounds, key_bounds, reach, score_bound, upper_norms
 from ..semantics.checks import readable, slope_rows
 from ..semantics.problem import accumulating_dtype
 from .storage import Counts, Evicted, grown, real_norms, unfilled
@@ -237,7 +237,7 @@ def unseen_pages(pages: Pages, end: int, query: Tensor, slopes: Tensor, options:
     score = numbers.scale * (wide * own.double().repeat_interleave(group, 1)).sum(-1)
     if numbers.softcap is not None:
         score = numbers.softcap * torch.tanh(score / numbers.softcap)
-    excess = content_bound(numbers.scale, numbers.softcap, upper_norms(wide), largest) - score
+    excess = score_bound(numbers.scale, numbers.softcap, upper_norms(wide), largest) - score
     # A NaN content gives a NaN reach, and then nothing is left out.
     far = reach(slope[:, :, None], tolerance=numbers.tolerance / 2, content=excess)
     first = (torch.arange(end - rows, end, device=far.device) - far).amin()

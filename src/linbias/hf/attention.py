@@ -21,7 +21,7 @@ from .mask import AttentionMask
 _BLOCK = 2**22
 
 
-def attend(
+def attend_in_layer(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, cache: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attention as `mask` has it, heads merged.

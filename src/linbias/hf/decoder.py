@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions as Output
 from transformers.utils import logging
 
-from .attention import attend
+from .attention import attend_in_layer
 from .cache import AlibiCache
 from .documents import PACKING, number_documents
 from .mask import AttentionMask, cache_lengths, read_mask
@@ -73,7 +73,7 @@ class Attention(Patched):
         """All that the original does; `attention_mask` is an `AttentionMask`."""
         cache = kwargs.get(CACHE) if layer_past is None else layer_past
         query, key, value = self.heads(hidden_states)
-        context, weights = attend(self, query, key, value, attention_mask, cache)
+        context, weights = attend_in_layer(self, query, key, value, attention_mask, cache)
         return self.project(context, residual), weights
 
     def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,7 +4,7 @@
 Everything that skips rests on one inequality. For a block of n keys whose largest norm is rho and whose nearest key is
 d positions from query i, on a side of slope m >= 0, with Z_i a proven lower bound of the row's whole weight:
 
-    weight of the block / Z_i  <=  exp(content_bound(|q_i|, rho) - m d - log Z_i) * gamma
+    weight of the block / Z_i  <=  exp(score_bound(|q_i|, rho) - m d - log Z_i) * gamma
 
 docs/proof.md derives it, and what follows from it for outputs and gradients, line by line. How the shares are added up
 is each backend's own: see its ledger.
@@ -129,7 +129,7 @@ def log_gamma(slope: Tensor, count: Tensor) -> Tensor:
     return torch.where(slope > 0, decayed, count.log())
 
 
-def content_bound(scale: float, softcap: float | None, query_norms: Tensor, key_norms: Tensor) -> Tensor:
+def score_bound(scale: float, softcap: float | None, query_norms: Tensor, key_norms: Tensor) -> Tensor:
     """``cap(|scale| |q| |k|)``, what no score exceeds before its bias: by Cauchy-Schwarz, and cap is monotone.
 
     Args:

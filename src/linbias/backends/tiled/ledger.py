@@ -2,7 +2,7 @@
 """Which tiles a pass must visit, judged before anything is computed, so that what it skips fits the tolerance.
 
 `Table` knows of every strip of rows and block of keys how near they come and what may be visible (semantics/blocks.py).
-`Judge` bounds what each tile can weigh: row i bounds a block of norm rho by ``c_i rho - log Z_i - m (offset_i + near)``
+`TileBounds` bounds a tile: row i bounds a block of norm rho by ``c_i rho - log Z_i - m (offset_i + near)``
 with c_i = |scale| |q_i|, linear in rho. The largest of the rows' bounds, and the log of the sum of their exponentials,
 are therefore convex in rho, and lie below the chord between their values at the smallest and the largest norm of the
 head: two numbers a strip and side stand for all its rows, and the table costs O(1) an entry. A ledger then adds up the
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...semantics.blocks import Blocks, Tiles, in_tiles, penalty
-from ...semantics.bounds import content_bound, log_gamma
+from ...semantics.bounds import log_gamma, score_bound
 from ...semantics.problem import Operands, Problem
 from ...semantics.tokens import Tokens
 from .table import Table, both_slopes, host
@@ -34,7 +34,7 @@ _LIMIT = 1 - 1e-6
 
 
 @dataclass(frozen=True)
-class Judge:
+class TileBounds:
     """The bounds of one call. Sides: 0 for tiles that straddle, hold tokens without bias, or have no side; 1 past, 2
     future.
     """
@@ -48,7 +48,7 @@ class Judge:
     """(3 or 2, BH, T): -log Z_i - m offset_i, the bound without content; 2 sides where no future tile is visible."""
 
     @staticmethod
-    def of(table: Table, operands: Operands, norms: Tensor, mass: Tensor) -> "Judge":
+    def of(table: Table, operands: Operands, norms: Tensor, mass: Tensor) -> "TileBounds":
         """Prepare: `norms` (B, H, T) of the queries, `mass` (B, H, T) a lower bound of log Z."""
         problem = table.problem
         log_mass = host(mass).flatten(0, 1)
@@ -60,7 +60,7 @@ class Judge:
         base = [-log_mass, *(-log_mass - _product(m[:, None], d) for m, d in zip((past, future), offsets, strict=True))]
         # Most calls look one way, and need not evaluate the other.
         ahead = bool((table.future & table.visible.some).any())
-        return Judge(
+        return TileBounds(
             table=table,
             slopes=torch.stack([torch.minimum(past, future), past, future]),
             lengths=lengths,
@@ -106,7 +106,7 @@ class Judge:
         low = torch.where(finite, norms, math.inf).amin(-1)
         high = torch.where(finite, norms, -math.inf).amax(-1)
         ends = [
-            combine(_strips(content_bound(options.scale, None, lengths, end[:, None]) + base, strip))
+            combine(_strips(score_bound(options.scale, None, lengths, end[:, None]) + base, strip))
             for end in (low, high)
         ]
         part = torch.where(high > low, (norms.T - low) / (high - low), 0.0).T.unsqueeze(1)
@@ -115,7 +115,7 @@ class Judge:
         sides = [start[side] + step[side] * part for side in range(len(base))]
         if options.softcap is not None:
             longest = _strips(lengths, strip, 0.0).amax(-1).unsqueeze(-1)
-            capped = content_bound(options.scale, options.softcap, longest, norms.unsqueeze(1))
+            capped = score_bound(options.scale, options.softcap, longest, norms.unsqueeze(1))
             alone = combine(_strips(base, strip)).unsqueeze(-1)
             sides = [torch.minimum(side, alone[index] + capped) for index, side in enumerate(sides)]
         return self._choose(bh, sides) - self._penalty(bh)
@@ -174,10 +174,10 @@ def forward_visits(table: Table, operands: Operands, norms: Tensor, mass: Tensor
         mass: (B, H, T), a proven lower bound of the log of each row's weight; -inf where unknown.
     """
 
-    def judged(judge: Judge, bh: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        return _fitting(_shares(judge.row_bounds(bh), seen, table.problem.options.tolerance), -1)
+    def judged(bounds: TileBounds, bh: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        return _fitting(_shares(bounds.row_bounds(bh), seen, table.problem.options.tolerance), -1)
 
-    return _visits(Judge.of(table, operands, norms, mass), judged)
+    return _visits(TileBounds.of(table, operands, norms, mass), judged)
 
 
 def backward_visits(table: Table, operands: Operands, norms: Tensor, lse: Tensor, *, slopes_too: bool) -> Visits:
@@ -188,15 +188,15 @@ def backward_visits(table: Table, operands: Operands, norms: Tensor, lse: Tensor
     """
     tolerance = table.problem.options.tolerance
 
-    def judged(judge: Judge, bh: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        extra = judge.stretch(bh) if slopes_too else 0.0
-        rows, used = _fitting(_shares(judge.row_bounds(bh) + extra, seen, tolerance), -1)
-        columns, _ = _fitting(_shares(judge.key_bounds(bh) + extra, seen, tolerance), -2)
+    def judged(bounds: TileBounds, bh: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        extra = bounds.stretch(bh) if slopes_too else 0.0
+        rows, used = _fitting(_shares(bounds.row_bounds(bh) + extra, seen, tolerance), -1)
+        columns, _ = _fitting(_shares(bounds.key_bounds(bh) + extra, seen, tolerance), -2)
         return rows & columns, used
 
     # Rows that saw nothing weigh nothing.
     mass = torch.where(lse == -math.inf, math.inf, rounded_mass(table, norms, lse))
-    return _visits(Judge.of(table, operands, norms, mass), judged)
+    return _visits(TileBounds.of(table, operands, norms, mass), judged)
 
 
 def every_visit(table: Table, operands: Operands) -> Visits:
@@ -208,13 +208,13 @@ def every_visit(table: Table, operands: Operands) -> Visits:
     return Visits(visits, sides, spent, table.strip, table.block)
 
 
-def _visits(judge: Judge, judged: Callable[[Judge, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Visits:
-    table, tolerance = judge.table, judge.table.problem.options.tolerance
+def _visits(bounds: TileBounds, judged: Callable[[TileBounds, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Visits:
+    table, tolerance = bounds.table, bounds.table.problem.options.tolerance
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    for bh in judge.chunks():
+    for bh in bounds.chunks():
         seen = table.of_bh(table.visible.some, bh)
-        fits, used = judged(judge, bh, seen)
-        parts.append((seen & ~fits, table.sides_of(bh, judge.slopes), used * tolerance))
+        fits, used = judged(bounds, bh, seen)
+        parts.append((seen & ~fits, table.sides_of(bh, bounds.slopes), used * tolerance))
     visits, sides, spent = (torch.cat(each) for each in zip(*parts, strict=True))
     return Visits(visits, sides, spent, table.strip, table.block)
 
