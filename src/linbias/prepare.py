@@ -7,7 +7,7 @@ door. Callers inside that already know where their tokens stand (a cache, packed
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Required, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -45,10 +45,9 @@ from .semantics.tokens import Tokens, key_ranks, unbiased_marks
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class AttentionOptions(TypedDict, total=False):
-    """The options of `linbias.alibi_attention` that say what is computed; documented there, with its defaults."""
+class SharedOptions(TypedDict, total=False):
+    """The options of `linbias.alibi_attention` but `causal`, which a cache has a default for."""
 
-    causal: Required[bool]
     window: tuple[int | None, int | None] | None
     sinks: int
     prefix: int
@@ -66,6 +65,12 @@ class AttentionOptions(TypedDict, total=False):
     dropout_p: float
     tolerance: float | None
     key_bounds: KeyBounds | None
+
+
+class AttentionOptions(SharedOptions):
+    """The options of `linbias.alibi_attention` that say what is computed; documented there, with its defaults."""
+
+    causal: bool
 
 
 OPTION_KEYS = frozenset(AttentionOptions.__annotations__)

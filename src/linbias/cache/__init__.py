@@ -2,14 +2,14 @@
 """`KVCache`: the keys and values of past tokens, kept so that a step reads no more of them than its heads can see."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..attention import Aux, run
-from ..prepare import AttentionOptions, autocast, check_inputs, resolve
+from ..prepare import AttentionOptions, SharedOptions, autocast, check_inputs, resolve
 from ..semantics.bounds import score_bound, upper_norms
 from ..semantics.checks import (
     check_count,
@@ -178,7 +178,7 @@ class KVCache:
         causal: bool = True,
         backend: str = "auto",
         return_aux: bool = False,
-        **options: Any,
+        **options: Unpack[SharedOptions],
     ) -> Tensor | tuple[Tensor, Aux]:
         """`alibi_attention` of the newest tokens to everything kept.
 
@@ -205,7 +205,7 @@ class KVCache:
         storage, layout = self._opened(), self._layout
         if check_tensor("query", query).dim() != 4:
             raise ValueError(f"query must have shape (batch, heads, tokens, head dim), got {tuple(query.shape)}")
-        given: AttentionOptions = {"causal": causal, **options}  # pyright: ignore[reportAssignmentType]
+        given: AttentionOptions = {"causal": causal, **options}
         check_options(options, windowed=self._window is not None)
         if self._window is not None:
             layout.check_rows(query.shape[2], self._left)
