@@ -272,3 +272,59 @@ def test_a_decode_step_of_thousands_of_sequences_is_no_loop(kv_heads: int):
         took["forward"] = min(took["forward"], between - start)
         took["backward"] = min(took["backward"], time.process_time() - between)
     assert max(took.values()) < 1, took
+
+
+def _agrees(query: Tensor, slopes: Tensor, key_positions: Tensor, value: Tensor, **options):
+    """Whether output, lse and every gradient are those of `reference`."""
+    found, wanted = (
+        _with_gradients(query, slopes, value, backend=backend, key_positions=key_positions, causal=True, **options)
+        for backend in ("tiled", "reference")
+    )
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * max(1.0, float(other.abs().nan_to_num().max())))
+
+
+def _with_gradients(query: Tensor, slopes: Tensor, value: Tensor, **options) -> tuple[Tensor, ...]:
+    leaves = [tensor.detach().requires_grad_() for tensor in (query, value, value, slopes)]
+    out, aux = alibi_attention(*leaves, return_aux=True, **options)
+    return out.detach(), aux.lse.detach(), *torch.autograd.grad(out[..., 0].sum() + aux.lse.sum(), leaves)
+
+
+@pytest.mark.parametrize(("slope", "gap"), [(0.05, 2e15), (2.0, 1e11), (8.0, 2e16), (3.8, 3e17), (1e19, 100)])
+@pytest.mark.parametrize("queries", [1, 5, 20])
+def test_a_far_block_alone_weighs_nothing_however_far(slope: float, gap: float, queries: int):
+    """Its shift lacks whole units in fp32, which as a factor would lift its weights above those of the near keys."""
+    query, value = torch.randn(1, 2, queries, 8), torch.randn(1, 2, 64 + queries, 8)
+    places = torch.cat([torch.arange(64), torch.arange(queries) + int(gap)])
+    _agrees(query, torch.tensor([slope, slope / 3]), places, value, tolerance=0.0)
+
+
+def test_distances_held_at_the_farthest_are_not_summed_of_parts():
+    query, value = torch.randn(1, 2, 130, 8), torch.randn(1, 2, 130, 8)
+    places = torch.cat([torch.arange(65) - 2**63, torch.arange(-65, 0)])
+    _agrees(query, torch.tensor([1e-19, 5e-20]), places, value, query_positions=torch.arange(130) + 2**63 - 131)
+
+
+def test_a_slope_of_nan_gives_no_bias_at_distance_zero():
+    query = torch.randn(1, 2, 3, 8)
+    out = alibi_attention(query, query, query, torch.tensor([math.nan, 0.1]), causal=True, backend="tiled")
+    assert torch.equal(out[:, :, 0], query[:, :, 0])
+    assert out[:, 0, 1:].isnan().all() and out[:, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("slopes", [torch.tensor([0.1, 0.2]), torch.tensor([[0.1, 0.2], [0.1, 0.2]])], ids=["H", "BH"])
+def test_nan_in_one_head_leaves_the_slope_gradients_of_others_alone(slopes: Tensor):
+    query, slopes = torch.randn(2, 2, 130, 8), slopes.clone().requires_grad_()
+    query[1, 1, 5] = math.nan
+    key = query.nan_to_num()
+    alibi_attention(query, key, key, slopes, causal=True, backend="tiled").sum().backward()
+    assert slopes.grad is not None
+    wrong = slopes.grad.isnan().reshape(-1, 2)
+    assert wrong[-1].tolist() == [False, True] and not wrong[:-1].any()
+
+
+def test_slope_gradients_of_thousands_of_sequences_take_no_room():
+    query, slopes = torch.randn(20000, 16, 1, 1, requires_grad=True), torch.rand(16, requires_grad=True)
+    out, aux = alibi_attention(query, query, query, slopes, causal=True, backend="tiled", return_aux=True)
+    (out.sum() + aux.lse.sum()).backward()
+    assert slopes.grad is not None and torch.equal(slopes.grad, torch.zeros(16))

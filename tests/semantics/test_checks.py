@@ -48,6 +48,17 @@ BROKEN = [
         TypeError,
         "query must be dense, of layout torch.strided, got torch.jagged; alibi_attention_va",
     ),
+    ({"slopes": SLOPES.to_sparse()}, TypeError, "slopes must be dense, of layout torch.strided, got torch.sparse_coo"),
+    (
+        {"attn_mask": torch.ones(5, 7, dtype=torch.bool).to_sparse()},
+        TypeError,
+        "attn_mask must be dense, of layout torch.strided, got torch.sparse_coo",
+    ),
+    (
+        {"key_mask": torch.ones(7, dtype=torch.bool).to_sparse()},
+        TypeError,
+        "key_mask must be dense, of layout torch.strided, got torch.sparse_coo",
+    ),
     ({"key": KEY.half()}, TypeError, "key must have the query's dtype torch.float32, got torch.float16; cast it"),
     (
         {"value": VALUE.double()},
@@ -269,3 +280,10 @@ def test_explaining_a_call_draws_no_seed():
     before = torch.get_rng_state()
     told = linbias.backends.explain(QUERY, KEY, VALUE, SLOPES, causal=True, dropout_p=0.1)
     assert "runs this call" in told and torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor_that_calls_itself_strided_is_named():
+    nested = torch.nested.nested_tensor(list(QUERY))
+    with pytest.raises(TypeError, match="query must be dense, .* got a nested tensor; alibi_attention_varlen takes"):
+        alibi_attention(nested, KEY, VALUE, SLOPES, causal=True)

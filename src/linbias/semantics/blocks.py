@@ -198,11 +198,14 @@ class Tiles:
         return Tiles(offset, distance, free, _visible(rows, keys, offset, options))
 
     def sides(self) -> tuple[Tensor, Tensor]:
-        """bool: every key stands before every query, and after; with a bias for each pair."""
+        """bool: every key stands before every query, and after; with a bias for each pair, and no distance held at the
+        farthest, so that it is the sum of its parts.
+        """
         if self.offset is None:
             nowhere = torch.zeros_like(self.distance.low, dtype=torch.bool)
             return nowhere, nowhere
-        past, future = self.offset.at_least(1).every, self.offset.at_most(-1).every
+        past = self.offset.at_least(1).every & (self.offset.high < _FARTHEST)
+        future = self.offset.at_most(-1).every & (self.offset.low > -_FARTHEST)
         return (past, future) if self.free is None else (past & ~self.free, future & ~self.free)
 
 

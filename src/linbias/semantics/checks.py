@@ -16,9 +16,11 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_tensor(name: str, value: object, like: Tensor | None = None) -> Tensor:
-    """`value` as a tensor on the device of `like`."""
+    """`value` as a dense tensor on the device of `like`."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:
+        check_dense(name, value)
     if like is not None and value.device != like.device:
         raise ValueError(f"{name} must be on the query's device {like.device}, got {value.device}; move it with .to()")
     return value
@@ -26,9 +28,10 @@ def check_tensor(name: str, value: object, like: Tensor | None = None) -> Tensor
 
 def check_dense(name: str, tensor: Tensor) -> None:
     """Neither sparse nor nested."""
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_nested:
         remedy = "alibi_attention_varlen takes sequences laid end to end" if tensor.is_nested else "pass .to_dense()"
-        raise TypeError(f"{name} must be dense, of layout torch.strided, got {tensor.layout}; {remedy}")
+        kind = "a nested tensor" if tensor.layout is torch.strided else tensor.layout
+        raise TypeError(f"{name} must be dense, of layout torch.strided, got {kind}; {remedy}")
 
 
 def unwatched() -> bool:

@@ -158,7 +158,7 @@ class Call:
     tokens: tuple[Tokens, Tokens]
     """Queries and keys."""
     infinite: bool
-    """Some slope is infinite, or so steep that a bias may be."""
+    """Some slope is infinite, NaN, or so steep that a bias may be infinite."""
 
     @staticmethod
     def of(problem: Problem, operands: Operands) -> "Call":
@@ -172,7 +172,7 @@ class Call:
             value=flat(operands.value, problem.accumulator),
             slopes=slopes.to(problem.accumulator).to(problem.device),
             tokens=(Tokens.queries_of(operands), Tokens.keys_of(operands)),
-            infinite=bool((slopes.abs() > steepest(problem)).any()),
+            infinite=not bool((slopes.abs() <= steepest(problem)).all()),
         )
 
     @property

@@ -154,9 +154,14 @@ def _exp(scores: Scores, shift: Tensor) -> tuple[Tensor, Tensor]:
         added = total - shift
         dropped = (shift - (total - added)) + (scores.lead - added)
     used = total.to(scores.relative.dtype)
-    rest = torch.where(used.isfinite(), (used - total) - dropped, 0.0).exp()
+    rest = torch.where(used.isfinite(), (used - total) - dropped, 0.0)
     floor = -600.0 if used.dtype == torch.float64 else -60.0
-    weights = scores.relative.sub_(used).clamp_min_(floor).exp_()
+    weights = scores.relative.sub_(used)
+    # Of a shift from 10^7 on rounding drops whole units: as a factor they would lift weights off their floor.
+    units = torch.where(rest.abs() > 1, rest, 0.0).to(used.dtype)
+    if used.device.type != "cpu" or bool(units.any()):
+        weights, rest = weights.add_(units), (rest - units).clamp(-1, 1)
+    weights, rest = weights.clamp_min_(floor).exp_(), rest.exp()
     return weights if scores.hidden is None else weights.masked_fill_(scores.hidden, 0.0), rest
 
 
@@ -327,9 +332,13 @@ class GradientSums:
         self._add_to_heads(0, piece, terms.sum((1, 2)))
 
     def _add_to_heads(self, side: int, piece: Piece, totals: Tensor) -> None:
-        # One product instead of an addition by index, which is not deterministic everywhere.
-        heads = piece.bh == torch.arange(self.slopes.shape[1], device="cpu")[:, None]
-        self.slopes[side] -= heads.to(self.slopes) @ totals.to(self.slopes.dtype)
+        bh, totals = piece.bh.to(totals.device), totals.to(self.slopes.dtype)
+        if totals.device.type == "cpu":
+            self.slopes[side].index_add_(0, bh, totals, alpha=-1)
+            return
+        # An addition by index is not deterministic everywhere. No product: a NaN stays in its own head.
+        heads = bh == torch.arange(self.slopes.shape[1], device=bh.device)[:, None]
+        self.slopes[side] -= torch.where(heads, totals, 0.0).sum(1)
 
     def gradients(self, call: Call, needs: tuple[bool, ...]) -> Gradients:
         """In the shapes and dtypes of the call."""
