@@ -247,3 +247,15 @@ def test_sequences_without_queries_give_rows_of_zero(backend, sequences):
     assert out.shape == (3, 2, 4) and (out == 0).all() and (aux.lse == -math.inf).all() and (aux.skipped == 0).all()
     out.sum().backward()
     assert (query.grad == 0).all()
+
+
+@pytest.mark.parametrize(("lengths_q", "lengths_k"), [((0, 0), (3, 5)), ((3, 5), (0, 0)), ((0, 0), (0, 0))])
+def test_tensors_without_tokens_have_a_gradient_under_slopes_by_sequence(lengths_q, lengths_k):
+    leaves = [
+        torch.randn(sum(lengths), heads, DIM, requires_grad=True)
+        for lengths, heads in ((lengths_q, HEADS), (lengths_k, KV_HEADS), (lengths_k, KV_HEADS))
+    ]
+    slopes = torch.rand(2, HEADS, requires_grad=True)
+    out = alibi_attention_varlen(*leaves, slopes, bounds(lengths_q), bounds(lengths_k), 5, 5, causal=True)
+    for leaf, gradient in zip((*leaves, slopes), torch.autograd.grad(out.sum(), (*leaves, slopes)), strict=True):
+        assert torch.equal(gradient, torch.zeros_like(leaf))

@@ -259,4 +259,7 @@ def _pad_index(name: str, starts: Tensor, longest: int) -> tuple[Tensor, Tensor]
 
 def _take(tokens: Tensor, index: Tensor) -> Tensor:
     """tokens[index], also where there are no tokens and so no real place."""
-    return tokens[index] if tokens.shape[0] else tokens.new_zeros((*index.shape, *tokens.shape[1:]))
+    if tokens.shape[0]:
+        return tokens[index]
+    none = tokens.new_zeros((*index.shape, *tokens.shape[1:]))
+    return none + tokens.sum() if tokens.is_floating_point() else none  # for its gradient

@@ -184,7 +184,7 @@ def _segments(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
         starts = torch.rand((case.batch, case.keys), generator=generator) < 3 / (case.keys + 1)
         key_numbers = starts.cumsum(1)
         aligned = (torch.arange(case.queries) + case.keys - case.queries).clamp_min(0)
-        numbers = [key_numbers[:, aligned], key_numbers]
+        numbers = [key_numbers[:, aligned] if case.keys else aligned.expand(case.batch, -1), key_numbers]
     return {"query_segments": numbers[0], "key_segments": numbers[1]}
 
 
