@@ -19,7 +19,7 @@ from linbias.backends.tiled.table import FUTURE, PAST
 from linbias.prepare import prepare
 from linbias.semantics.problem import Operands, Problem
 from linbias.semantics.tokens import Tokens
-from linbias.testing import Case, Judge, make_inputs
+from linbias.testing import Case, Judge, largest_error, make_inputs
 from tests.every import why_not
 from tests.ledger_calls import calls, contents, distances, exact_weights, exactly, forward_visits
 
@@ -328,3 +328,13 @@ def test_slope_gradients_of_thousands_of_sequences_take_no_room():
     out, aux = alibi_attention(query, query, query, slopes, causal=True, backend="tiled", return_aux=True)
     (out.sum() + aux.lse.sum()).backward()
     assert slopes.grad is not None and torch.equal(slopes.grad, torch.zeros(16))
+
+
+def test_values_whose_sums_leave_the_range_have_a_mean_that_does_not():
+    torch.manual_seed(5)
+    query, key = torch.randn(1, 2, 130, 8), torch.randn(1, 2, 300, 8)
+    value, slopes = torch.randn(1, 2, 300, 5).clamp(-3, 3) * 1e38, torch.tensor([0.0, 2.0**-6])
+    exact = alibi_attention(query.double(), key.double(), value.double(), slopes, causal=True, backend="reference")
+    found = alibi_attention(query, key, value, slopes, causal=True, backend="tiled")
+    assert found.isfinite().all()
+    assert largest_error(found, exact) <= 100 * torch.finfo(torch.float32).eps * 3e38

@@ -35,7 +35,7 @@ def why_not(problem: Problem) -> str | None:
 
 def forward(problem: Problem, operands: Operands) -> Result:
     """Visit the nearest tiles, and of the others those that could matter."""
-    call = _without_unseen(Call.of(problem, operands))
+    call, unit = _within_range(_without_unseen(Call.of(problem, operands)))
     softmax, rows = Softmax.of(call), (problem.batch, problem.heads, problem.queries)
     computed = torch.zeros(math.prod(rows[:2]), dtype=torch.int64, device="cpu")
     skipped = torch.zeros(rows, device="cpu")
@@ -47,7 +47,7 @@ def forward(problem: Problem, operands: Operands) -> Result:
             computed += piece.bh.bincount(minlength=len(computed)) * (piece.height * piece.width)
     lse, lse_low = softmax.lse(problem.accumulator)
     return Result(
-        out=softmax.mean().to(problem.dtype).view(*rows, problem.value_dim),
+        out=softmax.mean().div_(unit).to(problem.dtype).view(*rows, problem.value_dim),
         lse=lse.view(rows),
         lse_low=lse_low.view(rows),
         skipped=skipped.to(problem.device, problem.accumulator).view(rows),
@@ -123,6 +123,14 @@ def _skipped(visits: Visits, queries: int, dtype: torch.dtype) -> Tensor:
     """(BH, T): each row's bound, rounded up."""
     spent = visits.spent.repeat_interleave(visits.strip, 1)[:, :queries]
     return (spent * (1 + 2 * torch.finfo(dtype).eps)).to(dtype)
+
+
+def _within_range(call: Call) -> tuple[Call, float]:
+    """The call with values in a unit small enough for their sums, which may leave the range although no mean does."""
+    value = call.value
+    if value.numel() == 0 or float(value.abs().amax()) * call.problem.keys <= torch.finfo(value.dtype).max:
+        return call, 1.0
+    return replace(call, value=value * 2.0**-64), 2.0**-64
 
 
 def _without_unseen(call: Call) -> Call:
