@@ -226,7 +226,7 @@ class TestSurvival:
         with (
             linbias.patch(model),
             torch.no_grad(),
-            mock.patch("linbias.hf.decoder.attend", side_effect=OSError("ours")),
+            mock.patch("linbias.hf.decoder.attend_in_layer", side_effect=OSError("ours")),
         ):
             with pytest.raises(OSError, match="ours"):
                 model(ids)

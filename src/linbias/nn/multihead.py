@@ -188,9 +188,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             TypeError, ValueError: naming the argument, the rule, what came and what to do.
         """
         given = {"query": query, "key": key, "value": value}
-        if any(check_tensor(name, tensor).is_nested for name, tensor in given.items()):
+        if any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in given.values()):  # pyright: ignore
             self._refuse_beside_nested(key_padding_mask, attn_mask, need_weights)
             return self._attend_nested(query, key, value, is_causal), None
+        for name, tensor in given.items():
+            check_tensor(name, tensor)
         self._check_inputs(query, key, value)
         heads = [
             part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
