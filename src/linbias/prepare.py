@@ -16,7 +16,6 @@ from .semantics.bounds import KeyBounds
 from .semantics.checks import (
     autocast_enabled,
     check_count,
-    check_dense,
     check_flag,
     check_metric,
     check_scale,
@@ -195,13 +194,11 @@ def _check_layout(query: Tensor, key: Tensor, slopes: Tensor) -> None:
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Whether these are a query, key and value of one call."""
+    """Whether these, which `autocast` found to be dense tensors, are a query, key and value of one call."""
     dtype, device = query.dtype, query.device
     if dtype not in _FLOATING:
         raise TypeError(f"query must be float16, bfloat16, float32 or float64, got {dtype}")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.layout is not torch.strided:
-            check_dense(name, tensor)
         if tensor.ndim != 4:
             raise ValueError(
                 f"{name} must have 4 dimensions (batch, heads, tokens, head dim), got shape {tuple(tensor.shape)}"

@@ -357,6 +357,7 @@ class KVCache:
         rows = slope_rows("slopes", slopes, storage.sizes[0], None, torch.float64, storage.key).detach()
         content = 0.0
         if query is not None:
+            check_tensor("query", query)
             key, value, _ = storage.read(self._layout.end, 0, query.shape[2])
             check_inputs(query, key, value)
             scale = check_scale("scale", scale, default_scale(key.shape[3]))

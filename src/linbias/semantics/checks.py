@@ -20,18 +20,12 @@ def check_tensor(name: str, value: object, like: Tensor | None = None) -> Tensor
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.layout is not torch.strided or value.is_nested:
-        check_dense(name, value)
+        remedy = "alibi_attention_varlen takes sequences laid end to end" if value.is_nested else "pass .to_dense()"
+        kind = "a nested tensor" if value.layout is torch.strided else value.layout
+        raise TypeError(f"{name} must be dense, of layout torch.strided, got {kind}; {remedy}")
     if like is not None and value.device != like.device:
         raise ValueError(f"{name} must be on the query's device {like.device}, got {value.device}; move it with .to()")
     return value
-
-
-def check_dense(name: str, tensor: Tensor) -> None:
-    """Neither sparse nor nested."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        remedy = "alibi_attention_varlen takes sequences laid end to end" if tensor.is_nested else "pass .to_dense()"
-        kind = "a nested tensor" if tensor.layout is torch.strided else tensor.layout
-        raise TypeError(f"{name} must be dense, of layout torch.strided, got {kind}; {remedy}")
 
 
 def unwatched() -> bool:
