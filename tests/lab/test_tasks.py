@@ -64,7 +64,14 @@ def wait_for_stop(folder, name, tell):
         raise
 
 
-def fail(tell):
+def begin_and_wait(folder, tell):
+    (folder / "began").touch()
+    wait_for_stop(folder, "slow", tell)
+
+
+def fail_once_begun(folder, tell):
+    while not (folder / "began").exists():
+        time.sleep(0.01)
     raise ArithmeticError("out of luck")
 
 
@@ -111,8 +118,8 @@ def test_a_signal_lets_tasks_save_and_starts_no_others(tmp_path, workers, signum
 @pytest.mark.slow
 def test_an_error_in_one_process_is_raised_and_the_others_save(tmp_path):
     wanted = [
-        Task(name="slow", work=partial(wait_for_stop, tmp_path, "slow")),
-        Task(name="bad", work=fail),
+        Task(name="slow", work=partial(begin_and_wait, tmp_path)),
+        Task(name="bad", work=partial(fail_once_begun, tmp_path)),
     ]
     with pytest.raises(ArithmeticError, match="out of luck") as failed:
         run_tasks("test", wanted, 2)
