@@ -174,11 +174,11 @@ class JAISModel(DecoderModel):
             return slopes / scaling["factor"]
         trained = scaling["train_seq_len"]
         if mask is not None and mask.dim() == 2:  # noqa: PLR2004
-            lengths = (mask > 0).sum(-1, keepdim=True)
+            lengths = (mask > 0).sum(-1, keepdim=True).double()
             return slopes.to(mask.device) / (lengths / trained).clamp_min(1.0)
         length = tokens + (0 if cache is None else cache.get_seq_length())
         if isinstance(length, Tensor):
-            return slopes.to(length.device) / (length / trained).clamp_min(1.0)
+            return slopes.to(length.device) / (length.double() / trained).clamp_min(1.0)
         return slopes / max(length / trained, 1.0)
 
     def embed(self, inputs_embeds: Tensor) -> Tensor:
