@@ -85,7 +85,8 @@ class LPLayerNorm(nn.LayerNorm):
             return super().forward(input)
         dtype = torch.get_autocast_dtype(kind)
         with torch.autocast(kind, enabled=False):
-            weight, bias = (None if part is None else part.to(dtype) for part in (self.weight, self.bias))
+            parts: list[Tensor | None] = [self.weight, self.bias]
+            weight, bias = [None if part is None else part.to(dtype) for part in parts]
             return F.layer_norm(input.to(dtype), self.normalized_shape, weight, bias, self.eps)
 
 
@@ -267,8 +268,8 @@ def groups_of(config: Mapping[str, Any]) -> int:
 
 
 def _refusals(config: Mapping[str, Any]) -> list[str]:
-    given: Mapping[str, Any] = config.get("attn_config") or {}
-    ffn: Mapping[str, Any] = config.get("ffn_config") or {}
+    given: dict[str, Any] = config.get("attn_config") or {}
+    ffn: dict[str, Any] = config.get("ffn_config") or {}
     if "attn_config" not in config and "alibi" in config:
         return [
             "alibi stands beside attn_config, which is missing: this is the form of before llm-foundry 0.2, with other "
