@@ -124,4 +124,4 @@ def test_what_cannot_be_honoured_is_refused_by_name(options: dict[str, Any], mes
 
 
 def test_the_form_of_before_is_refused() -> None:
-    assert "alibi stands beside attn_config" in PUBLISHED.refusals({"model_type": "mpt", "alibi": True})[0]
+    assert "alibi stands by itself" in PUBLISHED.refusals({"model_type": "mpt", "alibi": True})[0]

@@ -272,7 +272,7 @@ def _refusals(config: Mapping[str, Any]) -> list[str]:
     ffn: dict[str, Any] = config.get("ffn_config") or {}
     if "attn_config" not in config and "alibi" in config:
         return [
-            "alibi stands beside attn_config, which is missing: this is the form of before llm-foundry 0.2, with other "
+            "alibi stands by itself and attn_config is missing: this is an early form of llm-foundry's, with other "
             "names of weights; convert it with llm-foundry"
         ]
     attention = _ATTENTION | given
