@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers models through linbias. Importing this imports no transformers; patching a model does.
+"""transformers models through linbias. Importing this imports no transformers; patching or loading a model does.
 
 `linbias.hf.cache` holds what subclasses transformers' cache, and so imports it.
 """
 
 from .families import Family as Family
 from .families import register as register
+from .models.load import load as load
 from .patch import PatchedDecoder as PatchedDecoder
 from .patch import Report as Report
 from .patch import patch as patch
