@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 
 import linbias
+import linbias.hf
 from linbias.hf.models import published
 from linbias.hf.models.published import Published
 
@@ -130,3 +131,8 @@ def dense(model: TinyModel, ids: Tensor, dtype: torch.dtype = torch.float64) -> 
     weights = (query @ key.transpose(1, 2) * (width // heads) ** -0.5 + bias).softmax(-1)
     out = hidden + (weights @ value).transpose(0, 1).flatten(1)
     return nn.functional.layer_norm(out, (width,), state["norm.weight"], state["norm.bias"], 1e-5)
+
+
+def load_base(folder: Path) -> TinyModel:
+    """Its base model, by `linbias.hf.load`."""
+    return linbias.hf.load(folder, task="base")
