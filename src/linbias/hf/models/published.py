@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Modules of this package that hold a PUBLISHED each; a new family is named here and nowhere else.
-_HOMES: tuple[str, ...] = ()
+_HOMES: tuple[str, ...] = (".jina",)
 
 
 @dataclass(frozen=True, kw_only=True)
