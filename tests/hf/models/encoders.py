@@ -74,6 +74,11 @@ def attend(query: np.ndarray, key: np.ndarray, value: np.ndarray, heads: int) ->
     return np.concatenate(outs, 1)
 
 
+def assert_close(found: Tensor, expected: np.ndarray) -> None:
+    """Of a model in float64: two ways to sum some tens of terms, in two layers, part by far less than 2**12 eps."""
+    np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=2**-40 * np.abs(expected).max())
+
+
 def check_round_trip(model: Any, folder: Path, names: set[str]) -> None:
     """Saved under exactly these names, and read back to the bit with nothing missing and nothing left."""
     from safetensors import safe_open

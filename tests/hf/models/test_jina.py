@@ -89,9 +89,9 @@ class TestFormula:
         weights = weights_of(model)
         for row, length in enumerate(lengths):
             expected = formula(weights, ids[row, -length:].numpy(), types[row, -length:].numpy(), code, kind)
-            np.testing.assert_allclose(out.last_hidden_state[row, -length:].numpy(), expected, rtol=0, atol=1e-12)
+            encoders.assert_close(out.last_hidden_state[row, -length:], expected)
             pooled = np.tanh(linear(weights, "pooler.dense", expected[0]))
-            np.testing.assert_allclose(out.pooler_output[row].numpy(), pooled, rtol=0, atol=1e-12)
+            encoders.assert_close(out.pooler_output[row], pooled)
             assert not out.last_hidden_state[row, :-length].any()
 
     def test_logits_over_the_vocabulary_are_the_formulas(self) -> None:
@@ -106,7 +106,7 @@ class TestFormula:
         hidden = gelu(linear(weights, "cls.predictions.transform.dense", hidden))
         hidden = layer_norm(weights, "cls.predictions.transform.LayerNorm", hidden)
         logits = hidden @ weights["bert.embeddings.word_embeddings.weight"].T + weights["cls.predictions.bias"]
-        np.testing.assert_allclose(out.logits[0].numpy(), logits, rtol=0, atol=1e-11)
+        encoders.assert_close(out.logits[0], logits)
         chosen = [place for place in range(11) if place % 3 == 0]
         shares = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         loss = -np.mean([shares[place, int(ids[0, place])] for place in chosen])
@@ -122,7 +122,7 @@ class TestFormula:
         base = {name.removeprefix("bert."): part for name, part in weights.items()}
         first = formula(base, ids[0].numpy(), np.zeros(9, int), False, "geglu")[0]
         expected = linear(weights, "classifier", np.tanh(linear(base, "pooler.dense", first)))
-        np.testing.assert_allclose(score[0].numpy(), expected, rtol=0, atol=1e-12)
+        encoders.assert_close(score[0], expected)
 
 
 _COMMON = {

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling as Output
 from ...semantics.slopes import alibi_slopes
 from ..attention import attend_in_layer
 from ..mask import AttentionMask
+from ..mlp import RowBlocks
 from .batch import Batch, read_batch
 
 
@@ -141,6 +142,25 @@ class Attention(nn.Module):
         """(b, n, width), and the weights or None."""
         context, weights = self.self(hidden, mask)
         return self.output(context, hidden), weights
+
+
+class _Gated(nn.Module):
+    def __init__(self, config: Any, activation: type[nn.Module] = nn.GELU) -> None:
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gated_layers = nn.Linear(width, 2 * inner, bias=False)
+        self.act = activation()
+        self.wo = nn.Linear(inner, width)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate, up = self.gated_layers(hidden).chunk(2, -1)
+        return self.layernorm(self.wo(self.dropout(self.act(gate) * up)) + hidden)
+
+
+class GatedMLP(RowBlocks, _Gated):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """norm(x + wo(act(gate x) * (up x))): one product makes gate, then up. A long text goes through in blocks."""
 
 
 class Layer(GradientCheckpointingLayer):

@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from ..mlp import RowBlocks
-from .encoder import Attention, BaseEncoder, EncoderConfig, EncoderModel, Layer, Projection, SelfAttention, refused
+from .encoder import (
+    Attention,
+    BaseEncoder,
+    EncoderConfig,
+    EncoderModel,
+    GatedMLP,
+    Layer,
+    Projection,
+    SelfAttention,
+    refused,
+)
 from .encoder_heads import MaskedLM, Predictions, SequenceClassifier, TokenClassifier
 from .published import Published
 
@@ -93,28 +103,6 @@ class JinaBertSelfAttention(SelfAttention):
         return query, key, value
 
 
-class GatedMLP(nn.Module):
-    """norm(x + wo(act(gate x) * (up x))): one product makes gate, then up."""
-
-    def __init__(self, config: Any, activation: type[nn.Module] = nn.GELU) -> None:
-        super().__init__()
-        width, inner = config.hidden_size, config.intermediate_size
-        self.gated_layers = nn.Linear(width, 2 * inner, bias=False)
-        self.act = activation()
-        self.wo = nn.Linear(inner, width)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(b, n, width)."""
-        gate, up = self.gated_layers(hidden).chunk(2, -1)
-        return self.layernorm(self.wo(self.dropout(self.act(gate) * up)) + hidden)
-
-
-class JinaBertGLUMLP(RowBlocks, GatedMLP):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """`GatedMLP`, a long text in blocks."""
-
-
 class _UpGated(nn.Module):
     """down(up x * act(gate x)): up comes first here, and the layer adds and norms."""
 
@@ -181,7 +169,7 @@ class JinaBertLayer(Layer):
             self.layer_norm_1, self.layer_norm_2 = (nn.LayerNorm(width, eps=eps) for _ in range(2))
             self.mlp = JinaBertMLP(config) if gate is None else JinaBertUpGatedMLP(config, gate)
         elif gate is not None:
-            self.mlp = JinaBertGLUMLP(config, gate)
+            self.mlp = GatedMLP(config, gate)
         else:
             self.intermediate = JinaBertIntermediate(config)
             self.output = Projection(config, config.intermediate_size)
