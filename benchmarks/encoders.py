@@ -75,8 +75,9 @@ def missing(name: str, length: int) -> str | None:
     if name == ONNX and (lacking := [one for one in ("onnx", "onnxruntime") if importlib.util.find_spec(one) is None]):
         return f"{' and '.join(lacking)} not installed"
     needed, free = TENSORS.get(name, 0) * HEADS * length**2 * 4 / 1e9, available_gb()
-    if needed > 0.75 * free:
-        return f"{TENSORS[name]} tensors of {HEADS} x {length:,}^2 in float32 are {needed:.0f} GB, and {free:.0f} are free (a quarter is left to others)"
+    if needed > 0.75 * free:  # the rest is left to others
+        pairs = f"{TENSORS[name]} tensors of {HEADS} x {length:,}^2 in float32"
+        return f"{pairs} are {needed:.0f} GB, more than three quarters of the {free:.0f} that are free"
     return None
 
 

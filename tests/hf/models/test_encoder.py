@@ -21,7 +21,7 @@ from tests.hf.tiny import checkpoint_activations
 pytest.importorskip("transformers", reason="transformers is missing: pip install 'linbias[hf]'")
 
 from linbias.hf import mlp  # noqa: E402
-from linbias.hf.models import batch, jina, mosaic  # noqa: E402
+from linbias.hf.models import batch, jina, jina_code, mosaic  # noqa: E402
 
 SIZES = {
     "vocab_size": 53,
@@ -31,18 +31,19 @@ SIZES = {
     "intermediate_size": 40,
 }
 KINDS = {
-    "jina": lambda **more: jina.JinaBertConfig(feed_forward_type="geglu", **more),
-    "jina-code": lambda **more: jina.JinaBertConfig(feed_forward_type="geglu", qk_post_norm=True, **more),
-    "mosaic": mosaic.MosaicBertConfig,
+    "jina": (jina, {"feed_forward_type": "geglu"}),
+    "jina-code": (jina_code, {"feed_forward_type": "geglu"}),
+    "mosaic": (mosaic, {}),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 LENGTHS = (11, 17, 1, 6)
 
 
 def make(kind: str, head: str = "Model", **options: Any) -> Any:
-    config = KINDS[kind](**{**SIZES, **options})
-    name = "MosaicBert" if kind == "mosaic" else "JinaBert"
-    return encoders.randomised(getattr(mosaic if kind == "mosaic" else jina, name + head)(config))
+    home, more = KINDS[kind]
+    published = home.PUBLISHED
+    name = ("Bert" if kind == "mosaic" else "JinaBert") + head
+    return encoders.randomised(published.classes[name](published.config(**{**SIZES, **more, **options})))
 
 
 def texts() -> list[Tensor]:

@@ -14,7 +14,7 @@ from tests.hf.models.encoders import attend, gelu, layer_norm, lengths_mask, lin
 
 pytest.importorskip("transformers", reason="transformers is missing: pip install 'linbias[hf]'")
 
-from linbias.hf.models import jina  # noqa: E402
+from linbias.hf.models import jina, jina_code  # noqa: E402
 from linbias.hf.models.jina import PUBLISHED, JinaBertConfig  # noqa: E402
 
 SIZES = {
@@ -30,8 +30,9 @@ every_layout = pytest.mark.parametrize(("code", "kind"), LAYOUTS, ids=str)
 
 
 def make(head: str = "Model", *, code: bool = False, kind: str = "geglu", **options: Any) -> Any:
-    config = JinaBertConfig(**{**SIZES, "qk_post_norm": code, "feed_forward_type": kind, **options})
-    return encoders.randomised(getattr(jina, f"JinaBert{head}")(config))
+    found = (jina_code if code else jina).PUBLISHED
+    config = found.config(**{**SIZES, "feed_forward_type": kind, **options})
+    return encoders.randomised(found.classes[f"JinaBert{head}"](config))
 
 
 def formula(weights: dict[str, np.ndarray], ids: np.ndarray, types: np.ndarray, code: bool, kind: str) -> np.ndarray:
@@ -197,15 +198,34 @@ class TestPublishedNames:
         names = {f"bert.{name}" for name in {*_COMMON, *layer} if not name.startswith("pooler")}
         encoders.check_round_trip(make("ForMaskedLM", num_hidden_layers=1), tmp_path, {*names, *_CLS})
 
-    def test_a_base_model_reads_what_a_head_saved(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("said", [True, False], ids=["config says nothing", "config says so"])
+    def test_a_base_model_has_no_pooler_where_the_checkpoint_has_none(self, said: bool, tmp_path: Path) -> None:
         head = make("ForMaskedLM")
+        head.config.add_pooling_layer = said
         head.save_pretrained(tmp_path)
         base, report = jina.JinaBertModel.from_pretrained(tmp_path, output_loading_info=True)
-        assert base.pooler is None  # which a masked language model has no weights for
+        assert base.pooler is None
+        assert base.config.add_pooling_layer is False
         assert not report["missing_keys"]
         ids = torch.randint(1, 53, (2, 5))
         with torch.no_grad():
             assert torch.equal(base(ids)[0], head.bert(ids)[0])
+
+    def test_a_head_that_reads_the_pooler_is_missing_it(self, tmp_path: Path) -> None:
+        make("ForMaskedLM").save_pretrained(tmp_path)
+        kind = jina.JinaBertForSequenceClassification
+        _, report = kind.from_pretrained(tmp_path, output_loading_info=True)
+        assert {"bert.pooler.dense.weight", "bert.pooler.dense.bias"} <= set(report["missing_keys"])
+
+    @pytest.mark.parametrize("extra", ["bert.pooler.dense.weight", "bert.embeddings.position_ids"])
+    def test_what_a_head_does_not_read_is_no_fault(self, extra: str, tmp_path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        make("ForMaskedLM").save_pretrained(tmp_path)
+        stored = load_file(tmp_path / "model.safetensors")
+        save_file({**stored, extra: torch.zeros(24, 24)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        _, report = jina.JinaBertForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+        assert not any(report.values()), report
 
 
 PUBLISHED_CONFIG = {
@@ -222,19 +242,25 @@ CODE_MAP = {"AutoModel": "jinaai/jina-bert-v2-qk-post-norm--modeling_bert.JinaBe
 
 
 class TestPublishedConfig:
-    def test_the_layout_is_read_from_where_the_code_came_from(self) -> None:
-        assert not JinaBertConfig(**PUBLISHED_CONFIG).qk_post_norm
-        assert JinaBertConfig(**{**PUBLISHED_CONFIG, "auto_map": CODE_MAP}).qk_post_norm
-
-    def test_what_is_saved_is_ours_and_leads_to_no_code(self, tmp_path: Path) -> None:
-        config = JinaBertConfig(**{**PUBLISHED_CONFIG, "auto_map": CODE_MAP})
-        jina.JinaBertModel(config).save_pretrained(tmp_path)
+    @pytest.mark.parametrize(
+        ("home", "config", "kind"),
+        [
+            (jina, PUBLISHED_CONFIG, "linbias_jina_bert"),
+            (jina_code, {**PUBLISHED_CONFIG, "auto_map": CODE_MAP}, "linbias_jina_bert_code"),
+        ],
+    )
+    def test_what_is_saved_is_ours_and_leads_to_no_code(
+        self, home: Any, config: dict[str, Any], kind: str, tmp_path: Path
+    ) -> None:
+        found = home.PUBLISHED
+        assert [each.PUBLISHED.name for each in (jina, jina_code) if each.PUBLISHED.claims(config)] == [found.name]
+        found.classes["JinaBertForMaskedLM"](found.config(**config)).save_pretrained(tmp_path)
         saved = json.loads((tmp_path / "config.json").read_text())
-        assert saved["model_type"] == "linbias_jina_bert"
-        assert saved["qk_post_norm"] is True
+        assert saved["model_type"] == kind
         assert not {"auto_map", "attn_implementation"} & set(saved)
-        assert PUBLISHED.claims(saved)
-        assert not PUBLISHED.refusals(saved)
+        assert [each.PUBLISHED.name for each in (jina, jina_code) if each.PUBLISHED.claims(saved)] == [found.name]
+        assert not found.refusals(saved)
+        assert saved["architectures"][0] in found.classes
 
     @pytest.mark.parametrize(
         ("config", "claimed"),

@@ -164,18 +164,18 @@ class GatedMLP(RowBlocks, _Gated):  # pyright: ignore[reportIncompatibleMethodOv
 
 
 class Layer(GradientCheckpointingLayer):
-    """Attention, then `feed`, both with what they add to."""
+    """Attention, then `feed`."""
 
     attention: Attention
 
-    def feed(self, hidden: Tensor) -> Tensor:
-        """The rest of the layer."""
+    def feed(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """The rest of the layer: attention made `hidden` of `before`."""
         raise NotImplementedError
 
     def forward(self, hidden: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor | None]:
         """(b, n, width), and the weights or None."""
-        hidden, weights = self.attention(hidden, mask)
-        return self.feed(hidden), weights
+        attended, weights = self.attention(hidden, mask)
+        return self.feed(attended, hidden), weights
 
 
 class Encoder(nn.Module):
@@ -207,6 +207,8 @@ class EncoderModel(PreTrainedModel):
     """
 
     base_model_prefix = "bert"
+    # Counting numbers, which older versions of transformers stored.
+    _keys_to_ignore_on_load_unexpected = [r"embeddings\.position_ids$"]
     supports_gradient_checkpointing = True
     # Attention is linbias' own, whatever transformers would choose.
     _supports_sdpa = False
@@ -229,6 +231,14 @@ class BaseEncoder(EncoderModel):
         self.encoder = Encoder(config, self.layer_class)
         self.pooler = Pooler(config) if pooled else None
         self.post_init()
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
+        """A checkpoint without a pooler, as of a masked language model, makes a model without: never a random one."""
+        super()._adjust_missing_and_unexpected_keys(loading_info)
+        names = set() if self.pooler is None else {f"pooler.{name}" for name, _ in self.pooler.named_parameters()}
+        if names and names <= loading_info.missing_keys:
+            loading_info.missing_keys -= names
+            self.pooler, self.config.add_pooling_layer = None, False
 
     def get_input_embeddings(self) -> nn.Module:
         """The word embeddings."""

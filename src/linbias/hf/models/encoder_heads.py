@@ -45,6 +45,9 @@ class PredictionHead(nn.Module):
         self.predictions = predictions
 
 
+_POOLER = [*(EncoderModel._keys_to_ignore_on_load_unexpected or ()), r"^bert\.pooler\."]
+
+
 class Head(EncoderModel):
     """A base model and what reads its vectors; a family names the base model's class."""
 
@@ -98,6 +101,7 @@ class MaskedLM(Head):
     """Logits (B, T, vocabulary); labels (B, T), -100: none."""
 
     output_class = MaskedLMOutput
+    _keys_to_ignore_on_load_unexpected = _POOLER
     predictions_class: ClassVar[type[Predictions]] = Predictions
 
     def add_head(self, config: Any) -> None:
@@ -149,6 +153,7 @@ class TokenClassifier(_Classifier):
     """Logits (B, T, labels) of every token's vector; labels (B, T), -100: none."""
 
     output_class = TokenClassifierOutput
+    _keys_to_ignore_on_load_unexpected = _POOLER
 
     def logits(self, output: Any) -> Tensor:
         """One row a token."""

@@ -77,7 +77,7 @@ class MosaicBertLayer(Layer):
         self.attention = Attention(config, MosaicBertSelfAttention)
         self.mlp = GatedMLP(config)
 
-    def feed(self, hidden: Tensor) -> Tensor:
+    def feed(self, hidden: Tensor, before: Tensor) -> Tensor:
         """The MLP, which adds and norms by itself."""
         return self.mlp(hidden)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Modules of this package that hold a PUBLISHED each; a new family is named here and nowhere else.
-_HOMES: tuple[str, ...] = (".jina", ".mosaic")
+_HOMES: tuple[str, ...] = (".jina", ".jina_code", ".mosaic")
 
 
 @dataclass(frozen=True, kw_only=True)
