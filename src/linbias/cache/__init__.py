@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..attention import Aux, run
+from ..attention import Aux, output, run
 from ..prepare import AttentionOptions, SharedOptions, autocast, check_inputs, resolve
 from ..semantics.bounds import score_bound, upper_norms
 from ..semantics.checks import (
@@ -227,6 +227,8 @@ class KVCache:
         # Rounding may lengthen a key beyond the bound that was kept of it.
         known = bounds if inputs[1].dtype == key.dtype else None
         problem, operands = resolve(inputs, slopes, given, tokens, bounds=known)
+        if not streams and not return_aux:
+            return output(problem, operands, backend)
         result = stream(operands, problem.options, backend) if streams else run(problem, operands, backend)
         if skip:
             result = result._replace(skipped=result.skipped + spent)
