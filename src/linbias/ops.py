@@ -15,11 +15,10 @@ from torch import Tensor
 
 from .backends import Backend, select
 from .errors import BackendUnavailable
-from .semantics.checks import autocast_enabled, unwatched
+from .semantics.checks import PLAIN_TENSORS, autocast_enabled, unwatched
 from .semantics.problem import OPERAND_NAMES, OPTION_NAMES, Operands, Options, Problem, Result, accumulating_dtype
 
 GRADIENT_NAMES: tuple[str, ...] = ("query", "key", "value", "slopes", "future_slopes")
-_PLAIN = (Tensor, torch.nn.Parameter)
 _NOTHING = nullcontext()
 _REQUIRED = ("query", "key", "value", "slopes")
 _OPTION_TYPES = {
@@ -102,7 +101,7 @@ def _is_plain(tensors: Iterable[Tensor | None]) -> bool:
         return False
     for tensor in tensors:
         if tensor is not None and (
-            type(tensor) not in _PLAIN
+            type(tensor) not in PLAIN_TENSORS
             or tensor.is_meta
             or tensor.is_neg()
             or tensor._is_zerotensor()
