@@ -38,6 +38,10 @@ class Backend(Protocol):
         """Output, lse, the bound on what was skipped, and the count of pairs computed."""
         ...
 
+    def output(self, problem: Problem, operands: Operands) -> Tensor:
+        """The output alone, where nobody asks for the rest."""
+        ...
+
     def backward(
         self,
         problem: Problem,

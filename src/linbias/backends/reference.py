@@ -42,6 +42,11 @@ def forward(problem: Problem, operands: Operands) -> Result:
     )
 
 
+def output(problem: Problem, operands: Operands) -> Tensor:
+    """The output of `forward`."""
+    return forward(problem, operands).out
+
+
 def weights(problem: Problem, operands: Operands) -> Tensor:
     """(B, H, T, S): the softmax itself, in the accumulating dtype; rows that see nothing are 0."""
     return _softmax(problem, operands)[0]
