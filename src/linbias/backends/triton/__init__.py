@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...semantics.problem import FEATURES, TRANSFORMED, Gradients, Operands, Problem, Result
-from .arguments import Found, Visits
+from .arguments import Found, Visits, unit_of
 from .judge import Lengths, Shares, Table, block_lengths, fitting, rounded_mass
 from .launch import Launch, interpreted, tiles_of
 
@@ -86,8 +86,25 @@ def _forward_judgement(launch: Launch, table: Table, operands: Operands) -> tupl
 
 
 def _attend(launch: Launch, visits: Visits, results: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Output, lse and lse_low of what is visited."""
     out, lse, lse_low = results
-    launch.forward(visits, Found(out, lse, lse_low, None, None, lse.numel()))
+    splits, size = launch.splits(visits), lse.numel()
+    if splits == 1:
+        launch.forward(visits, Found(out, lse, lse_low, None, None, size))
+        return
+    # Few rows: each share of the keys has a softmax of its own, which are merged.
+    shape = (splits, *lse.shape)
+    top, total, mean = lse.new_empty(shape), lse.new_empty(shape), lse.new_empty((*shape, out.shape[3]))
+    launch.forward(visits, Found(mean, None, None, top, total, size), splits)
+    unit = 1 / unit_of(launch.problem)
+    highest = top.amax(0)
+    weight = ((top - torch.where(highest == -math.inf, 0.0, highest)) * unit).exp_()
+    total, mean = (total * weight).sum(0), (mean * weight.unsqueeze(-1)).sum(0)
+    seen = total != 0
+    out.copy_(torch.where(seen.unsqueeze(-1), mean / total.unsqueeze(-1), 0.0))
+    exact = torch.where(seen, highest.double() * unit + total.double().log(), -math.inf)
+    lse.copy_(exact)
+    lse_low.copy_(torch.where(lse.isfinite(), exact - lse.double(), 0.0))
 
 
 def backward(

@@ -3,6 +3,7 @@
 
 import math
 import os
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ def tiles_of(problem: Problem, *, backward: bool = False) -> Tiles:
         return Tiles(16, 64, 4, 2)
     if wide or width > 128:
         return Tiles(64, 32, 4, 2)
-    return Tiles(128, 64, 4 if width <= 64 else 8, 3)
+    return Tiles(128, 64, 8, 3)
 
 
 class Launch(NamedTuple):
@@ -91,6 +92,14 @@ class Launch(NamedTuple):
         own = {"VALUES": found.out is not None, "SPLITS": splits}
         self._run(forward_kernel, visits, splits, (found,), own)
 
+    def splits(self, visits: Visits) -> int:
+        """Shares of the keys, so that few rows keep the whole device busy; a power of two, for few compilations."""
+        device = self.problem.device
+        cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+        wanted = 2 * cores // max(1, visits.order.numel() * visits.each[0])
+        most = min(wanted, visits.entries * visits.each[1] // 2, 64)
+        return 1 << (most.bit_length() - 1) if most > 1 else 1
+
     def rows(self, visits: Visits, saved: Saved, gradients: tuple[Tensor | None, ...]) -> None:
         """Gradients of the query, and of both slopes by row block."""
         from .kernels.backward import rows_kernel
@@ -104,13 +113,9 @@ class Launch(NamedTuple):
         self._run(keys_kernel, visits, 1, (saved, *gradients), {})
 
     def _run(self, kernel: Any, visits: Visits, splits: int, results: tuple[Any, ...], own: dict[str, Any]) -> None:
-        with _on(self.problem.device):
-            kernel[(visits.order.numel() * visits.each[0], splits)](
-                *(self.query, self.key, self.value, *self.slopes, self.seed, *self.sides, *self.shared, visits),
-                *(*results, self.problem.heads, self.problem.group),
-                **self.constants,
-                **own,
-            )
+        call = (self.query, self.key, self.value, *self.slopes, self.seed, *self.sides, *self.shared, visits)
+        args = (*call, *results, self.problem.heads, self.problem.group)
+        run(kernel, (visits.order.numel() * visits.each[0], splits), args, self.constants | own)
 
     def saved(self, results: tuple[Tensor, Tensor, Tensor], grad_out: Tensor | None, grad_lse: Tensor | None) -> Saved:
         """What backward reads of each row, from output, lse and lse_low."""
@@ -124,12 +129,8 @@ class Launch(NamedTuple):
         block = max(1, 4096 // _padded(width))
         grad = None if grad_out is None else Rows.of(grad_out)
         lse_part = None if grad_lse is None else grad_lse.contiguous()
-        kernel: Any = delta_kernel
-        with _on(self.problem.device):
-            kernel[(-(-delta.numel() // block),)](
-                *(grad, Rows.of(out), lse_part, delta, *high.shape[1:], delta.numel()),
-                **{"V": width, "BV": _padded(width), "BM": block},
-            )
+        args = (Rows.of(out), grad, lse_part, delta, *high.shape[1:], delta.numel())
+        run(delta_kernel, (-(-delta.numel() // block),), args, {"V": width, "BV": _padded(width), "BM": block})
         grad = Rows.of(torch.zeros_like(out[:1, :1, :1]).expand_as(out)) if grad is None else grad
         return Saved(grad, torch.where(high == -math.inf, math.inf, high).contiguous(), low.contiguous(), delta)
 
@@ -141,12 +142,8 @@ class Launch(NamedTuple):
         out = rows.data.new_empty(shape, dtype=torch.float32)
         info, block = torch.finfo(torch.float32), max(1, 4096 // _padded(width))
         inflation, least = 1 + (width / 2 + 10) * info.eps, info.tiny * math.sqrt(width)
-        kernel: Any = norms_kernel
-        with _on(self.problem.device):
-            kernel[(-(-out.numel() // block),)](
-                *(rows, out, *shape[1:], out.numel(), inflation, least),
-                **{"D": width, "BD": _padded(width), "BM": block},
-            )
+        args = (rows, out, *shape[1:], out.numel(), inflation, least)
+        run(norms_kernel, (-(-out.numel() // block),), args, {"D": width, "BD": _padded(width), "BM": block})
         return out
 
 
@@ -155,6 +152,8 @@ def _padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def _on(device: torch.device) -> Any:
-    """Kernels are launched on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else torch.autograd.profiler.record_function("triton")
+def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """Every launch is here, on the device of the first tensor: Triton launches on the current one."""
+    device = args[0].data.device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](*args, **constants)

@@ -63,7 +63,8 @@ def score_gradient(b_w, b_do, b_v, b_delta, b_keep):
 def share_kept(seed, numbers, i_b, i_h, o_m, first, BN: tl.constexpr):
     if seed is None:
         return None
-    return tl.where(kept(seed, numbers.least, i_b, i_h, o_m, first, BN), numbers.share, 0.0)
+    else:
+        return tl.where(kept(seed, numbers.least, i_b, i_h, o_m, first, BN), numbers.share, 0.0)
 
 
 @triton.jit
@@ -216,7 +217,7 @@ def keys_kernel(
 
 @triton.jit
 def delta_kernel(
-    grad, out, grad_lse, delta, H, N, all_rows, V: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr
+    out, grad, grad_lse, delta, H, N, all_rows, V: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr
 ):  # fmt: skip
     """Of each row: <gradient, output> less the gradient of its log-sum-exp."""
     o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)

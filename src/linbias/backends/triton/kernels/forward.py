@@ -43,7 +43,6 @@ def forward_kernel(
     b_m = tl.full([BM], float("-inf"), dtype=tl.float32)
     b_l = tl.zeros([BM], dtype=tl.float32)
     b_o = tl.zeros([BM, BV], dtype=tl.float32)
-    b_v = b_q
     p_list = visits.list + i_n * visits.entries
 
     if METRIC is None:
@@ -54,6 +53,7 @@ def forward_kernel(
             i_j = tl.load(p_list + n // visits.each[1]).to(tl.int32) * visits.each[1] + n % visits.each[1]
             o_n = i_j * BN + tl.arange(0, BN)
             b_k = tile_of(k.data, k.strides, i_b, i_h // GROUP, o_n, keys.length, D, BD, False)
+            b_v = b_k
             if VALUES:
                 b_v = tile_of(v.data, v.strides, i_b, i_h // GROUP, o_n, keys.length, V, BV, False)
             b_row, b_key, slope, ahead = ramp(b_p, places_of(keys, i_b, o_n), past, future)
@@ -75,6 +75,7 @@ def forward_kernel(
         b_bias = penalty(b_d, ahead, past, future)
         visible = visible & (b_bias != float("inf"))
         b_k = tile_of(k.data, k.strides, i_b, i_h // GROUP, o_n, keys.length, D, BD, True)
+        b_v = b_k
         if VALUES:
             b_v = tile_of(v.data, v.strides, i_b, i_h // GROUP, o_n, keys.length, V, BV, True)
             # What no row sees may hold NaN, and 0 * NaN is NaN.

@@ -18,7 +18,8 @@ _FARTHEST = tl.constexpr(2**63 - 1)
 def exponential(x, EXP2: tl.constexpr):
     if EXP2:
         return tl.exp2(x)
-    return tl.exp(x)
+    else:
+        return tl.exp(x)
 
 
 @triton.jit
@@ -26,7 +27,8 @@ def dot(a, b):
     """[M, K] @ [K, N] of one dtype, in float32."""
     if _INTERPRETED:  # which knows no bfloat16 product
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b, input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
@@ -35,9 +37,9 @@ def difference(a, b, COUNTED: tl.constexpr):
     back = a - b
     if COUNTED:
         return back
-    beyond = ((a ^ b) & (a ^ back)) < 0
-    back = tl.where(beyond, tl.where(a < 0, -_FARTHEST, _FARTHEST), back)
-    return tl.maximum(back, -_FARTHEST)
+    else:
+        beyond = ((a ^ b) & (a ^ back)) < 0
+        return tl.maximum(tl.where(beyond, tl.where(a < 0, -_FARTHEST, _FARTHEST), back), -_FARTHEST)
 
 
 @triton.jit
@@ -55,8 +57,9 @@ def places_of(tokens, i_b, o_n):
     """Positions: counted ones are int32, given ones int64."""
     if tokens.position is None:
         return o_n + tokens.first
-    # Beyond the end the last one again, so that the least and the greatest are those of tokens that exist.
-    return tl.load(tokens.position + i_b * tokens.strides[0] + tl.minimum(o_n, tokens.length - 1))
+    else:
+        # Beyond the end the last one again, so that the least and the greatest are those of tokens that exist.
+        return tl.load(tokens.position + i_b * tokens.strides[0] + tl.minimum(o_n, tokens.length - 1))
 
 
 @triton.jit
@@ -67,8 +70,12 @@ def apart(rows, keys, i_b, o_m, o_n, m_m, m_n, METRIC: tl.constexpr, COORDS: tl.
         b_p = numbers_of(rows.position + c, rows.strides[0], i_b, o_m * COORDS, m_m)
         b_r = numbers_of(keys.position + c, keys.strides[0], i_b, o_n * COORDS, m_n)
         b_x = tl.abs(b_p[:, None] - b_r[None, :])
-        b_d += b_x if METRIC == "manhattan" else b_x * b_x
-    return b_d if METRIC == "manhattan" else tl.sqrt_rn(b_d)
+        if METRIC == "euclidean":
+            b_x = b_x * b_x
+        b_d += b_x
+    if METRIC == "euclidean":
+        b_d = tl.sqrt_rn(b_d)
+    return b_d
 
 
 @triton.jit
@@ -148,7 +155,8 @@ def content(b_s, numbers):
     """Of the products: what the score is before its bias."""
     if numbers.softcap is None:
         return b_s * numbers.scale
-    return numbers.softcap * tanh(b_s * numbers.scale)
+    else:
+        return numbers.softcap * tanh(b_s * numbers.scale)
 
 
 @triton.jit
@@ -177,6 +185,7 @@ def tile_of(pointer, strides, i_b, i_h, o_n, count, WIDTH: tl.constexpr, BLOCK: 
     p_x = pointer + i_b * strides[0] + i_h * strides[1] + o_n.to(tl.int64)[:, None] * strides[2] + o_d[None, :]
     if CUT:
         return tl.load(p_x, mask=(o_n < count)[:, None] & (o_d < WIDTH)[None, :], other=0.0)
-    if WIDTH != BLOCK:
+    elif WIDTH != BLOCK:
         return tl.load(p_x, mask=(o_d < WIDTH)[None, :], other=0.0)
-    return tl.load(p_x)
+    else:
+        return tl.load(p_x)
