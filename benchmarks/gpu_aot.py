@@ -69,14 +69,20 @@ def _calls() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     yield "euclidean D=64 bf16", {"dim": 64}, {"causal": False, "metric": "euclidean", "key_positions": points}
 
 
-def _record(sizes: dict[str, Any], options: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+def _record(
+    sizes: dict[str, Any], options: dict[str, Any], arch: int = 90
+) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """The launches of one forward and backward."""
     made: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     dim, dtype = sizes["dim"], sizes.get("dtype", torch.bfloat16)
     query = torch.zeros(2, 4, sizes.get("queries", 256), dim, dtype=dtype)
     key = torch.zeros(2, 2, 256, dim, dtype=dtype)
     problem, operands = prepare(query, key, key, alibi_slopes(4), options)  # pyright: ignore
-    with mock.patch.object(backend.launch, "run", lambda kernel, grid, args, own: made.append((kernel, args, own))):
+
+    def keep(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], own: dict[str, Any]) -> None:
+        made.append((kernel, args, own))
+
+    with mock.patch.multiple(backend.launch, run=keep, capability=lambda device: divmod(arch, 10)):
         result = backend.forward(problem, operands)
         if problem.queries > 1:
             grads = (torch.zeros_like(result.out), torch.zeros_like(result.lse))
@@ -160,7 +166,7 @@ def report(only: str = "") -> list[dict[str, Any]]:
             continue
         for place, (target, room) in TARGETS.items():
             seen: set[tuple[str, Any]] = set()
-            for kernel, args, own in _record(sizes, options):
+            for kernel, args, own in _record(sizes, options, target.arch if target.backend == "cuda" else 90):
                 what = kernel.__name__.removesuffix("_kernel") + ("" if own.get("VALUES", True) else " (mass)")
                 if (what, own.get("SPLITS")) in seen or "BN" not in own:
                     continue

@@ -46,10 +46,11 @@ def forward(problem: Problem, operands: Operands) -> Result:
     """Visit the nearest tiles, and of the others those that could matter."""
     rows = (problem.batch, problem.heads, problem.queries)
     like = operands.slopes
-    lse, lse_low, skipped = like.new_full(rows, -math.inf), like.new_zeros(rows), like.new_zeros(rows)
-    out = operands.query.new_zeros((*rows, problem.value_dim))
+    out, lse = operands.query.new_empty((*rows, problem.value_dim)), like.new_empty(rows)
+    lse_low, skipped = torch.empty_like(lse), like.new_zeros(rows)
     if math.prod(rows) * problem.keys == 0:
-        return Result(out, lse, lse_low, skipped, like.new_zeros(rows[:2], dtype=torch.int64))
+        nothing = like.new_zeros(rows[:2], dtype=torch.int64)
+        return Result(out.zero_(), lse.fill_(-math.inf), lse_low.zero_(), skipped, nothing)
     launch = Launch.of(problem, operands, tiles_of(problem))
     table = Table.of(problem, operands, launch.tiles[:2])
     visited = table.every()
@@ -119,10 +120,10 @@ def backward(
 ) -> Gradients:
     """Recompute what matters for rows and keys, judged afresh from ``lse``."""
     shapes = (operands.query.shape, operands.key.shape, operands.value.shape)
-    query, key, value = (operands.query.new_zeros(shape) for shape in shapes)
+    query, key, value = (operands.query.new_empty(shape) for shape in shapes)
     if lse.numel() * problem.keys == 0:
         nothing = operands.slopes.new_zeros((problem.batch, problem.heads))
-        return _wanted(operands, needs, (query, key, value, nothing, nothing))
+        return _wanted(operands, needs, (query.zero_(), key.zero_(), value.zero_(), nothing, nothing))
     launch = Launch.of(problem, operands, tiles_of(problem, backward=True))
     table = Table.of(problem, operands, launch.tiles[:2])
     visited = table.every()

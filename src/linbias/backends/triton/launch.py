@@ -20,6 +20,11 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    """Of the GPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
 class Tiles(NamedTuple):
     """How a kernel is compiled."""
 
@@ -36,12 +41,13 @@ def tiles_of(problem: Problem, *, backward: bool = False) -> Tiles:
     width = max(problem.head_dim, problem.value_dim)
     wide = problem.dtype == torch.float32
     if backward:
-        return Tiles(64, 32, 4, 1) if wide or width > 128 else Tiles(64, 64, 4, 2)
+        return Tiles(64, 32, 4, 1 if wide or width > 128 else 2) if wide or width > 64 else Tiles(64, 64, 4, 2)
     if problem.queries <= 16 and not wide:
         return Tiles(16, 64, 4, 2)
     if wide or width > 128:
         return Tiles(64, 32, 4, 2)
-    return Tiles(128, 64, 8, 3)
+    # Where a matrix instruction's operands are registers, 64 keys of more than 64 channels do not fit beside them.
+    return Tiles(128, 64 if width <= 64 or capability(problem.device) >= (9, 0) else 32, 8, 3)
 
 
 class Launch(NamedTuple):
