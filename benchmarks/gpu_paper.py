@@ -3,7 +3,7 @@
 
 For causal bf16 attention with 32 heads of width 64: what the backend's own judgement visits (lengths of standard normal
 vectors, weights of rows by their nearest block), how evenly 132 processors share it in the order of its schedule, and
-the time no kernel can beat: its matrix products and exponentials at the card's rates, its bytes at the card's bandwidth.
+the time no kernel can beat: its products and exponentials at the rates of the card, its bytes at the bandwidth of it.
 """
 
 import heapq
