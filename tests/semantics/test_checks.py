@@ -239,7 +239,7 @@ BROKEN = [
     (
         {"backend": ["native"]},
         ValueError,
-        "backend must be 'auto' or one of 'native', 'triton', 'tiled', 'reference', got ",
+        "backend must be 'auto' or one of 'native', 'triton', 'tiled', 'reference'",
     ),
 ]
 

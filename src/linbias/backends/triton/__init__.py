@@ -11,14 +11,20 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ...semantics.problem import FEATURES, TRANSFORMED, Gradients, Operands, Problem, Result
+from ...semantics.problem import Gradients, Operands, Problem, Result
 from .arguments import Found, Visits, unit_of
 from .judge import Lengths, Shares, Table, block_lengths, fitting, rounded_mass
 from .launch import Launch, interpreted, tiles_of
 
 NAME = "triton"
 COMPOSITE = False
-SUPPORTS = FEATURES - {TRANSFORMED, "attn_mask"}
+SUPPORTS = frozenset(
+    (
+        *("future_slopes", "query_positions", "key_positions", "query_segments", "key_segments", "key_mask"),
+        *("key_ranks", "query_unbiased", "key_unbiased", "bound_norms", "seed", "causal", "left", "right", "sinks"),
+        *("prefix", "metric", "scale", "softcap", "dropout_p", "tolerance", "bounds_block"),
+    )
+)
 """The features of a problem that these kernels honour."""
 
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
