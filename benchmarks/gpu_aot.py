@@ -166,7 +166,7 @@ def report(only: str = "") -> list[dict[str, Any]]:
             continue
         for place, (target, room) in TARGETS.items():
             seen: set[tuple[str, Any]] = set()
-            for kernel, args, own in _record(sizes, options, target.arch if target.backend == "cuda" else 90):
+            for kernel, args, own in _record(sizes, options, target.arch if target.backend == "cuda" else 0):
                 what = kernel.__name__.removesuffix("_kernel") + ("" if own.get("VALUES", True) else " (mass)")
                 if (what, own.get("SPLITS")) in seen or "BN" not in own:
                     continue

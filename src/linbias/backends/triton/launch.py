@@ -21,8 +21,10 @@ def interpreted() -> bool:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Of the GPU."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    """Of the GPU; (0, 0) on ROCm, whose shared memory is 64 KiB."""
+    if device.type != "cuda":
+        return (9, 0)
+    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
 class Tiles(NamedTuple):
@@ -45,7 +47,7 @@ def tiles_of(problem: Problem, *, backward: bool = False) -> Tiles:
     if problem.queries <= 16 and not wide:
         return Tiles(16, 64, 4, 2)
     if wide or width > 128:
-        return Tiles(64, 32, 4, 2)
+        return Tiles(64, 32, 4, 2 if capability(problem.device) > (0, 0) else 1)
     # Where a matrix instruction's operands are registers, 64 keys of more than 64 channels do not fit beside them.
     return Tiles(128, 64 if width <= 64 or capability(problem.device) >= (9, 0) else 32, 8, 3)
 
