@@ -7,10 +7,10 @@
 from .families import Family as Family
 from .families import register as register
 from .models.embeddings import late_chunks as late_chunks
-from .models.embeddings import load_tokenizer as load_tokenizer
 from .models.embeddings import sentence_transformer as sentence_transformer
 from .models.embeddings import token_spans as token_spans
 from .models.load import load as load
+from .models.load import load_tokenizer as load_tokenizer
 from .patch import PatchedDecoder as PatchedDecoder
 from .patch import Report as Report
 from .patch import patch as patch

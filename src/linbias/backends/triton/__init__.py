@@ -66,6 +66,11 @@ def forward(problem: Problem, operands: Operands) -> Result:
     return Result(out, lse, lse_low, skipped, table.pairs(visited))
 
 
+def output(problem: Problem, operands: Operands) -> Tensor:
+    """The output of `forward`."""
+    return forward(problem, operands).out
+
+
 def _judged(table: Table) -> bool:
     """Whether there is something to skip, and a way to tell."""
     problem = table.problem

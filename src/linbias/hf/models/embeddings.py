@@ -18,36 +18,6 @@ _AFTER = ("Pooling", "Normalize", "Dense", "LayerNorm", "Dropout")
 _SETTINGS = ("prompts", "default_prompt_name", "similarity_fn_name", "truncate_dim")
 
 
-def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a folder, by transformers; no code of the folder is run, and nothing fetched.
-
-    Raises:
-        FileNotFoundError: no such folder, or none of the files that hold a vocabulary.
-        ValueError: a tokenizer that is code of the folder, and no tokenizer.json; what to convert is said.
-        ImportError: transformers is missing.
-    """
-    require_transformers("load_tokenizer")
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    path = open_folder(folder)
-    try:
-        found = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, ImportError) as error:
-        if not (path / "tokenizer.json").is_file():
-            raise ValueError(
-                f"the tokenizer of {path} cannot be read without what is missing here ({error}). Convert it to "
-                f"tokenizer.json once, where its code may run: "
-                f"AutoTokenizer.from_pretrained(..., trust_remote_code=True).save_pretrained(...)"
-            ) from error
-        # It says all there is to say; only the class that wraps it is unknown.
-        return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-    files = {"tokenizer.json", *found.vocab_files_names.values()}
-    if not any((path / name).is_file() for name in files):
-        # transformers makes a tokenizer of special tokens alone.
-        raise FileNotFoundError(f"{path} holds no vocabulary: none of {', '.join(sorted(files))}")
-    return found
-
-
 def sentence_transformer(
     folder: str | os.PathLike[str],
     *,

@@ -9,9 +9,8 @@ from typing import Any
 from sentence_transformers.base.modules import InputModule
 from torch import Tensor
 
-from .embeddings import load_tokenizer
 from .folder import read_json
-from .load import load
+from .load import load, load_tokenizer
 
 _UNLIMITED = int(1e30)
 
