@@ -11,10 +11,10 @@ import warnings
 
 import torch
 
-from tests.fuzz import calls, certificate
+from tests.fuzz import caches, calls, certificate
 from tests.fuzz.loop import fuzz
 
-FUZZERS = {"calls": calls.FUZZER, "certificate": certificate.FUZZER}
+FUZZERS = {"calls": calls.FUZZER, "caches": caches.FUZZER, "certificate": certificate.FUZZER}
 
 
 def main() -> int:
