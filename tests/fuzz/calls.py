@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from linbias.testing import Case, Inputs, evaluate, largest_error, make_inputs
+from linbias.testing.inputs import _poisoned as poisoned
 from tests.fuzz.loop import Fuzzer, runners, running
 from tests.fuzz.packed import check_packed
 from tests.fuzz.rounding import assert_right, bounds_of, tolerance_of
@@ -21,7 +22,7 @@ class Call(Case):
     """A case and what else can happen to it."""
 
     far: str | None = None
-    """Positions moved to "seconds" (nanoseconds since 1970), "2^53", "ends" (both ends of int64), or kept in "int32"."""
+    """Positions moved to "seconds" (nanoseconds since 1970), "2^53", "ends" (of int64), or kept in "int32"."""
     hidden: bool = False
     """Nonsense in places, segments and slopes that nothing may look at."""
     seen: str | None = None
@@ -50,7 +51,7 @@ def draw(given: random.Random) -> Call:
         padding=pick((None, None, "left", "right", "holes", "shared", "nothing")),
         mask=pick((None, None, None, "keys", "pairs", "heads", "items", "full")),
         segments=pick((None, None, "packed", "mixed")), metric=metric,
-        slopes=pick(("press", "press", "press", "steeper", "zero", "inf", "negative", "mixed", "double", "row", "items")),
+        slopes=pick(("press",) * 3 + ("steeper", "zero", "inf", "negative", "mixed", "double", "row", "items")),
         unbiased=pick((0, 0, 0, 1, 5, 70, 1000)), softcap=pick((None, None, None, 5.0, 0.3)),
         scale=2.0**28 if small else pick((None, None, None, 0.0, -0.5, 1.0, 3.0)),
         dropout_p=pick((0.0, 0.0, 0.0, 0.3, 0.9)), tolerance=pick((None, None, None, 0.0, 1e-3, 0.1)),
@@ -97,9 +98,11 @@ def _packed(call: Call, given: random.Random) -> Call:
 
 def inputs_of(call: Call) -> Inputs:
     """`make_inputs`, and then what only the fuzzer does."""
-    inputs = make_inputs(call)
+    inputs = make_inputs(replace(call, poison=False))
     if call.far is not None:
         inputs = _moved(inputs, call.far)
+    if call.poison:  # of what nothing sees where it stands now
+        inputs = poisoned(inputs)
     if call.hidden:
         inputs = _hidden(inputs)
     if call.gradients == "expanded":

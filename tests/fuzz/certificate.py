@@ -59,9 +59,7 @@ def resolved(given: Keys) -> tuple[Problem, Operands]:
     """What a backend gets."""
     torch.manual_seed(given.seed)
     heads = given.kv_heads * given.group
-    query, key = contents(
-        given.content, given.batch, heads, given.kv_heads, given.queries, given.keys, given.head_dim
-    )
+    query, key = contents(given.content, given.batch, heads, given.kv_heads, given.queries, given.keys, given.head_dim)
     key = _odd(given.norms * key, given.odd)
     options = options_of(given.mask, given.batch, heads, given.queries, given.keys, key)
     options |= {"scale": given.scale, "tolerance": given.tolerance}
@@ -98,7 +96,7 @@ def check(given: Keys) -> list[str]:
 
 
 def _rounding(problem: Problem, operands: Operands, lse: Tensor) -> Tensor:
-    """(B, H, T): that of the lse, which is of the size of itself and of the products of the keys that weigh something."""
+    """(B, H, T): of the lse, as large as it is itself and as the products of the keys that weigh something."""
     query, key = (each.double().norm(dim=-1) for each in (operands.query, operands.key))
     products = query[..., None] * key.repeat_interleave(problem.group, 1)[:, :, None]
     shares = exact_weights(problem, operands)

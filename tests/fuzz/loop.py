@@ -132,7 +132,11 @@ def plainer(subject: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, tuple) and len(value) > 2:  # a history
             half = len(value) // 2
             yield from ((each.name, part) for part in (value[:half], value[half:], value[1:], value[:-1]))
-        if each.default is not MISSING and value != each.default and not (counted and each.default and value < each.default):
+        if (
+            each.default is not MISSING
+            and value != each.default
+            and not (counted and each.default and value < each.default)
+        ):
             yield each.name, each.default
         if counted and value > 1:
             yield from ((each.name, smaller) for smaller in (value // 2, value - 1))

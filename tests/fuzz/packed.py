@@ -53,7 +53,7 @@ def _boundaries(call: Any) -> Bounds:
 
 
 def _by_sequence(inputs: Inputs, call: Any) -> Inputs:
-    """"items" are sequences here."""
+    """ "items" are sequences here."""
     more = 1 + torch.arange(call.sequences)[:, None] / 4
     changed = {
         name: getattr(inputs, name)[:1] * more
@@ -132,7 +132,9 @@ def _assert_slopes(
     for name in ("grad_slopes", "grad_future_slopes"):
         if name not in judged[0][1]:
             continue
-        exact, bounds = (torch.stack(each) for each in zip(*((one[name], two[name]) for one, two in judged), strict=True))
+        exact, bounds = (
+            torch.stack(each) for each in zip(*((one[name], two[name]) for one, two in judged), strict=True)
+        )
         if exact.shape != found[name].shape:
             exact, bounds = exact.sum(0), bounds.sum(0)
         assert_right(found, {name: exact}, inputs, {name: bounds})

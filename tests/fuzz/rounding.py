@@ -2,9 +2,9 @@
 """How far rounding, and what the tolerance lets be skipped, can take each number of a call from its exact value.
 
 The formula in float64 once more, every step with the error it may have beside it. A sum of n products rounded in a
-precision eps is off by at most g(n) eps sum |terms|, where g(n) is n, or 6 sqrt(n) but for one in 10^7 (Higham and Mary,
-A New Approach to Probabilistic Rounding Error Analysis, 2019). In `linbias.testing` the budget comes from what the plain
-formula loses, which is sharper where many numbers are compared and can be luck where there is one.
+precision eps is off by at most g(n) eps sum |terms|, where g(n) is n, or 6 sqrt(n) but for one in 10^7 (Higham and
+Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019). In `linbias.testing` the budget comes from what
+the plain formula loses, which is sharper where many numbers are compared and can be luck where there is one.
 """
 
 import math
@@ -73,15 +73,18 @@ class Room:
         content, off, self.inner, self.off_inner = product, self.off_product, 1.0, 0.0
         if (cap := options.softcap) is not None:
             bent = torch.tanh(product / cap)
-            content, off, self.inner = cap * bent, self.off_product.clamp_max(2 * cap) + _FUNCTION * eps * cap, 1 - bent**2
+            content, off, self.inner = (
+                cap * bent,
+                self.off_product.clamp_max(2 * cap) + _FUNCTION * eps * cap,
+                1 - bent**2,
+            )
             self.off_inner = _FUNCTION * eps + (2 * self.off_product / cap).clamp_max(1.0)
         score = torch.where(self.see, content - self.bias, -math.inf)
         off = torch.where(self.see, off + eps * (3 * self.bias.abs() + 2 * score.abs()) + self._off_distance(), 0.0)
         lse = score.logsumexp(-1, keepdim=True)
         rows = lse > -math.inf
         self.weights = torch.exp(score - torch.where(rows, lse, 0.0))
-        top = off.amax(-1, keepdim=True) if off.numel() else off.sum(-1, keepdim=True)
-        off_lse = top + torch.log((self.weights * (off - top).exp()).sum(-1, keepdim=True))
+        off_lse = torch.where(rows, (score - lse + off).logsumexp(-1, keepdim=True), 0.0)
         off_lse = off_lse.clamp_min(0.0) + eps * (g(self.problem.keys) + _FUNCTION + 2 * lse.abs())
         off_lse = torch.where(rows, off_lse, 0.0)
         relative = torch.expm1((off + off_lse + _FUNCTION * eps).clamp_max(600))
@@ -100,7 +103,9 @@ class Room:
         if self.problem.options.metric is None:
             return 0.0
         assert self.operands.query_positions is not None and self.operands.key_positions is not None
-        sizes = [each.nan_to_num(0.0).abs().sum(-1) for each in (self.operands.query_positions, self.operands.key_positions)]
+        sizes = [
+            each.nan_to_num(0.0).abs().sum(-1) for each in (self.operands.query_positions, self.operands.key_positions)
+        ]
         slopes = self.operands.slopes.abs()
         slopes = torch.where(slopes.isfinite(), slopes, 0.0)[:, :, None, None]
         return 8 * self.eps * slopes * (sizes[0][:, None, :, None] + sizes[1][:, None, None, :])

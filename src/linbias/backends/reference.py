@@ -84,10 +84,12 @@ def _softmax(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor, Tens
         content = options.softcap * torch.tanh(content / options.softcap)
     scores = torch.where(visible, content - penalty, -torch.inf)
     # Any shift leaves the result the same; this one needs no gradient and keeps exp in range.
-    shift = torch.where(seen_rows, scores.detach().logsumexp(-1), 0.0)
+    shift = scores.detach().logsumexp(-1)
+    weighs = shift != -torch.inf  # not where nothing is seen, nor where every score is -inf
+    shift = torch.where(weighs, shift, 0.0)
     terms = torch.where(visible, torch.exp(scores - shift.unsqueeze(-1)), 0.0)
-    total = torch.where(seen_rows, terms.sum(-1), 1.0)
-    lse = torch.where(seen_rows, shift + total.log(), -torch.inf)
+    total = torch.where(weighs, terms.sum(-1), 1.0)
+    lse = torch.where(weighs, shift + total.log(), -torch.inf)
     return terms / total.unsqueeze(-1), lse, value
 
 
