@@ -6,6 +6,7 @@
 
 from .families import Family as Family
 from .families import register as register
+from .interface import attention_interface as attention_interface
 from .models.embeddings import late_chunks as late_chunks
 from .models.embeddings import sentence_transformer as sentence_transformer
 from .models.embeddings import token_spans as token_spans
