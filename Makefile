@@ -21,7 +21,7 @@ demo: .venv/.ready
 test: .venv/.ready
 	$(PYTEST) -m "not slow"
 
-test-all: .venv/.ready
+test-all: .venv/.ready-triton
 	$(PYTEST)
 
 bench: .venv/.ready
@@ -52,6 +52,12 @@ endif
 	$(INSTALL) -e '.[lab,hf,dev]'
 	@$(BIN)/python -c "from importlib.util import find_spec; print('native kernels:', 'built' if \
 	find_spec('linbias._native') else 'not built; the other backends do the work. Why: $(BIN)/python -m pip install -v -e .')"
+	@touch $@
+
+# Triton interprets the GPU kernels' code on a CPU. A CUDA build of torch brings its own; elsewhere there may be none, and
+# the tests that need it say so.
+.venv/.ready-triton: .venv/.ready
+	@$(BIN)/python -c "import triton" 2>/dev/null || $(INSTALL) triton==3.9.0 || echo "no Triton for this machine"
 	@touch $@
 
 .venv/.ready-docs: .venv/.ready

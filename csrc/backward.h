@@ -173,7 +173,10 @@ class BackwardWorker : Walk<C> {
     const auto score = line.along(r);
     Vec<C> best = splat<C>(-kInf<C>);
     for (int j = begin; j < end; j += kLanes<C>) {
-      const Vec<C> x = score(load<C>(p + j), j, dcap ? dcap + j : nullptr) - lse - low;
+      const Vec<C> own = score(load<C>(p + j), j, dcap ? dcap + j : nullptr);
+      Vec<C> x = own - lse - low;
+      // A row whose lse is infinite or NaN must not show in keys that are hidden from it.
+      if constexpr (F == Form::examined) x = own == -kInf<C> ? own : x;
       store<C>(p + j, x);
       best = max_keep<C>(x, best);
     }

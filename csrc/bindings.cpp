@@ -193,7 +193,7 @@ const Kernels& kernels_of(const char* variant) {
 
 void* address(nb::handle tensor) { return tensor.is_none() ? nullptr : view(tensor).data; }
 
-// results: a Result of contiguous tensors to fill.
+// results: a Result of contiguous tensors to fill; beside `out`, all or none of them.
 void forward(const nb::tuple& operands, const nb::tuple& options, const nb::tuple& results, int threads,
              const char* variant) {
   const Kernels& kernels = kernels_of(variant);

@@ -79,13 +79,15 @@ struct Call {
   int64_t group() const { return H / G; }
 };
 
-// Contiguous results of a forward pass.
+// Contiguous results of a forward pass. Where only the output is wanted, the others are null, all of them.
 struct ForwardResult {
   void* out = nullptr;          // (B, H, T, V), dtype
   void* lse = nullptr;          // (B, H, T), accumulating dtype
   void* lse_low = nullptr;      // (B, H, T), accumulating dtype: what rounding takes from lse
   void* skipped = nullptr;      // (B, H, T), accumulating dtype
   int64_t* computed = nullptr;  // (B, H)
+
+  bool out_only() const { return !lse; }
 };
 
 // What backward reads beside the call, and what it writes; a null gradient was not asked for. Contiguous results.

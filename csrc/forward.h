@@ -298,7 +298,7 @@ class ForwardWorker : Walk<C> {
       const bool fully_masked = row_sum == 0, empty = fully_masked || !(started_ >> (row / kStrip) & 1);
       Base::write_row(result_.out, row, out_.data() + row * shared_->value_width, call_->V,
                       C(shared_->dropout.scale()) / row_sum / room_, empty);
-      if (room_ != 1) continue;  // the rest is written
+      if (room_ != 1 || result_.out_only()) continue;  // the rest is written, or not wanted
       write_lse(Base::place(row), ledger_.row_max[i], row_sum);
       static_cast<C*>(result_.skipped)[Base::place(row)] = fully_masked ? C(0) : ledger_.spent[i] / row_sum;
       pairs += computed_[row / kStrip];

@@ -11,6 +11,7 @@ template <class C>
 inline void no_keys(const Call& call, const Codec<C>& codec, const ForwardResult& result) {
   const int64_t rows = call.B * call.H * call.T;
   std::memset(result.out, 0, static_cast<std::size_t>(rows * call.V * codec.bytes));
+  if (result.out_only()) return;
   for (int64_t i = 0; i < rows; ++i) {
     static_cast<C*>(result.lse)[i] = -kInf<C>;
     static_cast<C*>(result.lse_low)[i] = 0;
@@ -55,7 +56,7 @@ inline void run_parts(const Shared<C>& shared, Objects<ForwardWorker<C>>& worker
 
 template <class C>
 void forward_pass(const Call& call, const Codec<C>& codec, const ForwardResult& result) {
-  for (int64_t i = 0; i < call.B * call.H; ++i) result.computed[i] = 0;
+  for (int64_t i = 0; i < call.B * call.H && !result.out_only(); ++i) result.computed[i] = 0;
   if (call.B * call.H * call.T == 0) return;
   if (call.S == 0) return no_keys(call, codec, result);
   Shared<C> shared(call, codec);

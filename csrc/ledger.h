@@ -39,7 +39,7 @@ class Bounds {
     return n;
   }
 
-  // Everything but the norms.
+  // Everything but the norms and gamma.
   void begin(const Call& call, const KeyTree<C>& tree) {
     // Within two tiles there is nothing to skip that would repay the account.
     active_ = call.tolerance > 0 && tree.count(0) > 2;
@@ -50,7 +50,6 @@ class Bounds {
     // A little less than asked: the weights that bounds are compared with carry rounding of their own.
     tolerance_ = C(call.tolerance * (1 - 1e-5));
     log_tolerance_ = C(std::log(call.tolerance));
-    if (active_) fill_gamma(call);
   }
 
   // Norms of the tiles of one (b, g), then of the nodes above.
@@ -88,7 +87,11 @@ class Bounds {
       }
   }
 
-  void allocate_norms(const Call& call) { norms_.reset(call.B * call.G * nodes_); }
+  // What only calls that know norms read.
+  void allocate(const Call& call) {
+    norms_.reset(call.B * call.G * nodes_);
+    if (active_) fill_gamma(call);
+  }
 
  private:
   void fill_gamma(const Call& call) {

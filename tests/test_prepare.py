@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import linbias.prepare
 from linbias import alibi_attention, alibi_slopes
 from linbias.prepare import OPTION_KEYS, AttentionOptions, check_inputs, prepare
+from linbias.semantics.problem import TRANSFORMED, Problem
 from tests.every import every_backend
 
 INPUTS = ("query", "key", "value", "slopes")
@@ -100,3 +102,62 @@ def test_inputs_alone_are_checked_without_slopes():
     query: Tensor = torch.zeros(2, 33, 8, 4)
     with pytest.raises(ValueError, match="query heads must be a positive multiple of key/value heads, got 33 and 2"):
         check_inputs(query, query[:, :2], query[:, :2])
+
+
+# --- what is known of the call before --------------------------------------------------------------------------------
+
+
+def call(**options: object) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, object]]:
+    query, key, value = torch.zeros(1, 3, 5, 7), torch.zeros(1, 3, 11, 7), torch.zeros(1, 3, 11, 13)
+    return query, key, value, alibi_slopes(3), {"causal": True, **options}
+
+
+def test_the_same_call_again_is_not_checked_again_and_says_the_same():
+    (first, before), (second, after) = prepare(*call(softcap=2.5)), prepare(*call(softcap=2.5))
+    assert second is first
+    for one, two in zip(before, after, strict=True):
+        assert (one is None and two is None) or (one.equal(two) and one.shape == two.shape)
+    rows = list(call(softcap=2.5))
+    rows[3] = rows[3][None]
+    assert prepare(*rows)[1].slopes is rows[3]
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"), [({}, {"causal": 1}), ({"sinks": 1}, {"sinks": True}), ({"scale": 1.0}, {"scale": True})]
+)
+def test_what_is_equal_to_something_known_is_still_checked(options: dict[str, object], wrong: dict[str, object]):
+    prepare(*call(**options))
+    with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+        prepare(*call(**wrong))
+
+
+def test_tensors_that_differ_from_the_known_are_still_checked():
+    query, key, value, slopes, options = call()
+    prepare(query, key, value, slopes, options)
+    for place, other in ((0, query.double()), (1, key[:, :, 1:]), (2, value.to("meta")), (3, slopes.half())):
+        changed = [query, key, value, slopes]
+        changed[place] = other
+        with pytest.raises((TypeError, ValueError)):
+            prepare(*changed, options)
+    assert prepare(query, key, value, slopes.double(), options)[1].slopes.dtype == torch.float32
+
+
+def test_what_torch_is_doing_belongs_to_a_call():
+    known, _ = prepare(*call())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert prepare(*call())[0].dtype == torch.bfloat16
+    query, key, value, slopes, options = call()
+    seen: list[Problem] = []
+    torch.func.grad(lambda q: seen.append(prepare(q, key, value, slopes, options)[0]) or q.sum())(query)
+    assert seen.pop().features == known.features | {TRANSFORMED}
+
+
+def test_a_call_that_was_only_explained_lends_no_problem_to_one_that_drops():
+    prepare(*call(dropout_p=0.5), draw=False)
+    assert prepare(*call(dropout_p=0.5))[1].seed is not None
+
+
+def test_what_is_known_stays_small():
+    for scale in range(1000):
+        prepare(*call(scale=float(scale)))
+    assert len(linbias.prepare._KNOWN) <= linbias.prepare._MOST_KNOWN

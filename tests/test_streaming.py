@@ -181,6 +181,21 @@ def test_options_count_in_the_text_after_eviction(storage):
         assert_equals_full(actual, query, key, value, alibi_slopes(6), window=(5, 0), sinks=2, unbiased=2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sinks_and_window_are_rounded_once(dtype: torch.dtype):
+    """Several rows are merged of two parts, whose sum may be far smaller than they are."""
+    query, key, value = (each[:1] for each in make(23, dtype=dtype))
+    value = torch.where(torch.arange(23)[:, None] < 2, -value, value)
+    cache, exact = (KVCache(window=(4, 0), sinks=2, distance="cache") for _ in range(2))
+    cache.append(key, value)
+    exact.append(key.double(), value.double())
+    slopes = alibi_slopes(6)
+    actual, expected = cache.attend(query[:, :, -9:], slopes), exact.attend(query[:, :, -9:].double(), slopes.double())
+    # One rounding of the result, and those of float32 on the way, of numbers as large as values are.
+    once = torch.finfo(dtype).eps / 2 * expected.abs()
+    assert ((actual - expected).abs() <= once + 64 * torch.finfo(torch.float32).eps * value.abs().max()).all()
+
+
 def test_slopes_and_queries_get_gradients_through_both_parts():
     query, key, value = make(20, batch=1, heads=2, kv_heads=1, dtype=torch.float64)
     cache = KVCache(window=(5, 0), sinks=3, distance="cache")

@@ -6,9 +6,12 @@ from torch import Tensor
 from .semantics.problem import Gradients, Operands, Options, Result
 
 _Names = tuple[str, ...]
+_OutOnly = tuple[Tensor, None, None, None, None]
 
 def bind(exchange: object, operands: _Names, options: _Names, results: _Names, gradients: _Names, /) -> list[str]: ...
-def forward(operands: Operands, options: Options, results: Result, threads: int, variant: str, /) -> None: ...
+def forward(
+    operands: Operands, options: Options, results: Result | _OutOnly, threads: int, variant: str, /
+) -> None: ...
 def backward(
     operands: Operands,
     options: Options,

@@ -169,8 +169,11 @@ def alibi_attention(  # noqa: PLR0913
     }
     # What was not given stays absent: nothing is checked or carried along for it.
     options = {name: value for name, value in given.items() if value is not _DEFAULTS[name]}
-    result = run(*prepare(query, key, value, slopes, cast(AttentionOptions, options)), backend)
-    return (result.out, Aux.of(result)) if return_aux else result.out
+    problem, operands = prepare(query, key, value, slopes, cast(AttentionOptions, options))
+    if not return_aux:
+        return output(problem, operands, backend)
+    result = run(problem, operands, backend)
+    return result.out, Aux.of(result)
 
 
 _DEFAULTS = {name: parameter.default for name, parameter in signature(alibi_attention).parameters.items()}
@@ -179,6 +182,11 @@ _DEFAULTS = {name: parameter.default for name, parameter in signature(alibi_atte
 def run(problem: Problem, operands: Operands, backend: str) -> Result:
     """The one way of every call, once prepared: pick the backend and run it."""
     return ops.attention(problem, operands, select(backend, problem))
+
+
+def output(problem: Problem, operands: Operands, backend: str) -> Tensor:
+    """`run` for its output alone."""
+    return ops.output(problem, operands, select(backend, problem))
 
 
 def alibi_attention_weights(query: Tensor, key: Tensor, slopes: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:

@@ -16,11 +16,10 @@ from torch import Tensor
 from . import ordered
 from .backends import Backend, select
 from .errors import BackendUnavailable
-from .semantics.checks import autocast_enabled, unwatched
+from .semantics.checks import PLAIN_TENSORS, autocast_enabled, unwatched
 from .semantics.problem import OPERAND_NAMES, OPTION_NAMES, Operands, Options, Problem, Result, accumulating_dtype
 
 GRADIENT_NAMES: tuple[str, ...] = ("query", "key", "value", "slopes", "future_slopes")
-_PLAIN = (Tensor, torch.nn.Parameter)
 _NOTHING = nullcontext()
 _REQUIRED = ("query", "key", "value", "slopes")
 _OPTION_TYPES = {
@@ -59,17 +58,33 @@ torch.library.define(
 
 def attention(problem: Problem, operands: Operands, backend: Backend) -> Result:
     """Run `backend.forward`, differentiably."""
+    watched = _watched(problem, operands, backend)
+    if watched is not None:
+        return watched
+    with full_precision(problem):
+        return ordered.forward(backend, problem, operands)
+
+
+def output(problem: Problem, operands: Operands, backend: Backend) -> Tensor:
+    """The output of `attention`, without what only `Aux` and a gradient need, where nothing else asks for it."""
+    watched = _watched(problem, operands, backend)
+    if watched is not None:
+        return watched.out
+    with full_precision(problem):
+        return ordered.output(backend, problem, operands)
+
+
+def _watched(problem: Problem, operands: Operands, backend: Backend) -> Result | None:
+    """The result by the operator or its gradient; None where calling the backend itself is the same."""
     if backend.COMPOSITE:
-        with full_precision(problem):
-            return backend.forward(problem, operands)
+        return None
     if not _is_plain(operands):
         return Result(*torch.ops.linbias.attention(*operands, *problem.options, backend.NAME))
     if torch.is_grad_enabled():
         for tensor in operands:
             if tensor is not None and tensor.requires_grad:
                 return Result(*_Eager.apply(*operands, *problem.options, backend.NAME))
-    with full_precision(problem):
-        return ordered.forward(backend, problem, operands)
+    return None
 
 
 def full_precision(problem: Problem) -> AbstractContextManager[Any]:
@@ -87,7 +102,7 @@ def _is_plain(tensors: Iterable[Tensor | None]) -> bool:
         return False
     for tensor in tensors:
         if tensor is not None and (
-            type(tensor) not in _PLAIN
+            type(tensor) not in PLAIN_TENSORS
             or tensor.is_meta
             or tensor.is_neg()
             or tensor._is_zerotensor()

@@ -29,6 +29,14 @@ def forward(backend: Backend, problem: Problem, operands: Operands) -> Result:
     return result._replace(**rows)
 
 
+def output(backend: Backend, problem: Problem, operands: Operands) -> Tensor:
+    """`backend.output`, the call ordered where that pays."""
+    if not _pays(problem, operands):
+        return backend.output(problem, operands)
+    orders = _orders(operands)
+    return _taken(backend.output(*_ordered(problem, operands, orders)), _inverse(orders[0]), 2)
+
+
 def backward(  # noqa: PLR0913, PLR0917  (a backend's)
     backend: Backend,
     problem: Problem,
@@ -41,20 +49,15 @@ def backward(  # noqa: PLR0913, PLR0917  (a backend's)
     needs: tuple[bool, ...],
 ) -> Gradients:
     """`backend.backward`, in the order of its forward."""
-    saved = (out, lse, lse_low, grad_out, grad_lse)
     if not _pays(problem, operands):
-        return backend.backward(problem, operands, *saved, needs)
+        return backend.backward(problem, operands, out, lse, lse_low, grad_out, grad_lse, needs)
     orders = _orders(operands)
-    out, lse, lse_low = (_taken(each, orders[0], 2) for each in saved[:3])
-    grad_out, grad_lse = (None if each is None else _taken(each, orders[0], 2) for each in saved[3:])
-    found = backend.backward(
-        *_ordered(problem, operands, orders), out, lse, lse_low, grad_out, grad_lse, needs
-    )
+    out, lse, lse_low = (_taken(each, orders[0], 2) for each in (out, lse, lse_low))
+    grad_out, grad_lse = (_if_given(each, orders[0], 2) for each in (grad_out, grad_lse))
+    found = backend.backward(*_ordered(problem, operands, orders), out, lse, lse_low, grad_out, grad_lse, needs)
     rows, keys = map(_inverse, orders)
     return found._replace(
-        query=None if found.query is None else _taken(found.query, rows, 2),
-        key=None if found.key is None else _taken(found.key, keys, 2),
-        value=None if found.value is None else _taken(found.value, keys, 2),
+        query=_if_given(found.query, rows, 2), key=_if_given(found.key, keys, 2), value=_if_given(found.value, keys, 2)
     )
 
 
@@ -86,18 +89,22 @@ def _ordered(problem: Problem, operands: Operands, orders: tuple[Tensor, Tensor]
         changed[name] = _taken(getattr(operands, name), keys, 2)
     for name in ("positions", "segments", "unbiased"):
         for side, order in (("query", rows), ("key", keys)):
-            changed[f"{side}_{name}"] = _taken(getattr(operands, f"{side}_{name}"), order, 1)
-    changed["key_mask"] = _taken(operands.key_mask, keys, 1)
+            changed[f"{side}_{name}"] = _if_given(getattr(operands, f"{side}_{name}"), order, 1)
+    changed["key_mask"] = _if_given(operands.key_mask, keys, 1)
     options = problem.options._replace(bounds_block=0)
     return problem._replace(options=options), operands._replace(**changed)
 
 
-def _taken(tensor: Tensor | None, order: Tensor, dim: int) -> Tensor | None:
+def _taken(tensor: Tensor, order: Tensor, dim: int) -> Tensor:
     """A tensor (b, ..., N, ...) with its N tokens in an order (b, N) of their own for each item, or of one for all."""
-    if tensor is None or order.shape[0] == 1:
-        return None if tensor is None else tensor.index_select(dim, order[0])
+    if order.shape[0] == 1:
+        return tensor.index_select(dim, order[0])
     index = order.reshape(len(order), *(1,) * (dim - 1), -1, *(1,) * (tensor.dim() - dim - 1))
     return torch.take_along_dim(tensor.expand(len(order), *tensor.shape[1:]), index, dim)
+
+
+def _if_given(tensor: Tensor | None, order: Tensor, dim: int) -> Tensor | None:
+    return None if tensor is None else _taken(tensor, order, dim)
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -195,6 +195,16 @@ def test_expanded_keys_are_read_where_they_are():
     assert_same_bits(run(one), run(one._replace(key=one.key.contiguous())))
 
 
+@given(call=calls(), loud=st.booleans())
+@settings(max_examples=60)
+def test_the_output_alone_has_the_bits_of_the_whole_result(call: tuple[Problem, Operands], loud: bool):
+    problem, operands = call
+    if loud:  # sums of values leave the range, and the tile is made again
+        operands = operands._replace(value=operands.value.sign() * torch.finfo(problem.dtype).max)
+    whole = native.forward(problem, operands).out
+    torch.testing.assert_close(native.output(problem, operands), whole, rtol=0.0, atol=0.0, equal_nan=True)
+
+
 # --- the account -----------------------------------------------------------------------------------------------------
 
 

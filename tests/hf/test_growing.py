@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import linbias
-from linbias.attention import run
+from linbias.attention import output, run
 from linbias.hf import growing as growing_module
 from linbias.hf.growing import GrowingLayer, grow_in_place
 from tests.hf.tiny import CACHE, every_family, every_kind, make, store, tokens, transformers
@@ -216,9 +216,9 @@ def test_no_bounds_of_other_keys_than_were_returned(kind: str):
 
     def noted(problem: Any, operands: Any, backend: str) -> Any:
         bounds.append(operands.bound_norms)
-        return run(problem, operands, backend)
+        return output(problem, operands, backend)
 
-    with mock.patch("linbias.hf.attention.run", noted):
+    with mock.patch("linbias.hf.attention.output", noted):
         _, cache = steps(model, ids, 3, Rescaled())
     assert type(cache.layers[0]) is GrowingLayer and len(bounds) == 2 * 4 and not any(bounds)
 
@@ -235,9 +235,9 @@ def test_steps_read_only_what_heads_can_see(kind: str):
     def counted(problem: Any, operands: Any, backend: str) -> Any:
         result = run(problem, operands, backend)
         computed.append(float(result.computed.sum()) / (problem.keys * problem.heads * problem.queries))
-        return result
+        return result.out
 
-    with mock.patch("linbias.hf.attention.run", counted):
+    with mock.patch("linbias.hf.attention.output", counted):
         found, _ = steps(model, ids, 3)
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
     assert max(computed[2:]) < 0.9 and len(computed) == 2 * 4

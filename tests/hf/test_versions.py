@@ -3,7 +3,6 @@
 
 import random
 import sys
-import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,12 +31,11 @@ def family_of(model: Any) -> families.Family:
 def test_the_installed_one_agrees_and_is_asked_once(kind: str):
     model = make(kind, layers=1)
     family = family_of(model)
-    start = time.perf_counter()
     with mock.patch.object(parity, "_difference", wraps=parity._difference) as compared:
         with linbias.patch(model):
             pass
         linbias.patch(make(kind, layers=1))
-    assert compared.call_count == 1 and time.perf_counter() - start < 5
+    assert compared.call_count == 1
     with parity._undisturbed():
         assert 0 < parity._difference(family) < 1e-4
 

@@ -236,7 +236,11 @@ BROKEN = [
     # backend
     ({"backend": "cuda"}, ValueError, "backend must be 'auto' or one of"),
     ({"backend": None}, ValueError, "backend must be 'auto' or one of"),
-    ({"backend": ["native"]}, ValueError, "backend must be 'auto' or one of 'native', 'tiled', 'reference', got ['nat"),
+    (
+        {"backend": ["native"]},
+        ValueError,
+        "backend must be 'auto' or one of 'native', 'triton', 'tiled', 'reference'",
+    ),
 ]
 
 

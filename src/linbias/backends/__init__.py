@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import BackendUnavailable
 from ..prepare import AttentionOptions, check_names, prepare
 from ..semantics.problem import Gradients, Operands, Problem, Result
-from . import native, reference, tiled
+from . import native, reference, tiled, triton
 
 __all__ = ["Backend", "available", "check_name", "explain", "select"]
 
@@ -38,6 +38,10 @@ class Backend(Protocol):
         """Output, lse, the bound on what was skipped, and the count of pairs computed."""
         ...
 
+    def output(self, problem: Problem, operands: Operands) -> Tensor:
+        """The output alone, where nobody asks for the rest."""
+        ...
+
     def backward(
         self,
         problem: Problem,
@@ -53,7 +57,7 @@ class Backend(Protocol):
         ...
 
 
-_ORDER: tuple[Backend, ...] = (native, tiled, reference)
+_ORDER: tuple[Backend, ...] = (native, triton, tiled, reference)
 _BY_NAME = {backend.NAME: backend for backend in _ORDER}
 
 

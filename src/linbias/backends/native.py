@@ -59,6 +59,13 @@ def forward(problem: Problem, operands: Operands) -> Result:
     return result
 
 
+def output(problem: Problem, operands: Operands) -> Tensor:
+    """The same pass, which then writes nothing but the output."""
+    out = operands.query.new_empty(problem.batch, problem.heads, problem.queries, problem.value_dim)
+    _kernels().forward(operands, problem.options, (out, None, None, None, None), torch.get_num_threads(), _variant)
+    return out
+
+
 def backward(
     problem: Problem,
     operands: Operands,

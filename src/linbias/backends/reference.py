@@ -42,6 +42,11 @@ def forward(problem: Problem, operands: Operands) -> Result:
     )
 
 
+def output(problem: Problem, operands: Operands) -> Tensor:
+    """The output of `forward`."""
+    return forward(problem, operands).out
+
+
 def weights(problem: Problem, operands: Operands) -> Tensor:
     """(B, H, T, S): the softmax itself, in the accumulating dtype; rows that see nothing are 0."""
     return _softmax(problem, operands)[0]
@@ -79,10 +84,12 @@ def _softmax(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor, Tens
         content = options.softcap * torch.tanh(content / options.softcap)
     scores = torch.where(visible, content - penalty, -torch.inf)
     # Any shift leaves the result the same; this one needs no gradient and keeps exp in range.
-    shift = torch.where(seen_rows, scores.detach().logsumexp(-1), 0.0)
+    shift = scores.detach().logsumexp(-1)
+    weighs = shift != -torch.inf  # not where nothing is seen, nor where every score is -inf
+    shift = torch.where(weighs, shift, 0.0)
     terms = torch.where(visible, torch.exp(scores - shift.unsqueeze(-1)), 0.0)
-    total = torch.where(seen_rows, terms.sum(-1), 1.0)
-    lse = torch.where(seen_rows, shift + total.log(), -torch.inf)
+    total = torch.where(weighs, terms.sum(-1), 1.0)
+    lse = torch.where(weighs, shift + total.log(), -torch.inf)
     return terms / total.unsqueeze(-1), lse, value
 
 

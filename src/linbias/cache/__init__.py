@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..attention import Aux, run
-from ..prepare import AttentionOptions, SharedOptions, autocast, check_inputs, resolve
+from ..attention import Aux, output, run
+from ..prepare import AttentionOptions, SharedOptions, autocast, check_inputs, prepare, resolve
 from ..semantics.bounds import score_bound, upper_norms
 from ..semantics.checks import (
     check_count,
@@ -210,23 +210,28 @@ class KVCache:
         if self._window is not None:
             layout.check_rows(query.shape[2], self._left)
             given.update(window=self._window, sinks=self._sinks)
-        skip, spent = 0, 0.0
-        if isinstance(storage, Pages) and layout.aligned and storage.positions is None:
+        skip, spent, ordinary = 0, 0.0, layout.aligned and storage.positions is None
+        if isinstance(storage, Pages) and ordinary:
             skip, spent = unseen_pages(storage, layout.end, query, slopes, given)
         if skip:
             given["tolerance"] = spent  # one half for the pages left out, one for attention
         key, value, bounds = storage.read(layout.end, skip, query.shape[2])
-        inputs = autocast(query, key, value)
-        check_inputs(*inputs)
         streams = self._streams and not layout.fits(self._sinks + (self._left or 0) + 1)
-        unbiased = check_count("unbiased", given.get("unbiased", 0))
-        tokens, real = placed(storage, layout, query.shape[2], skip, unbiased, always=streams)
-        if real is not None:
-            mask = given.get("attn_mask")
-            given["attn_mask"] = real if mask is None else real & mask
-        # Rounding may lengthen a key beyond the bound that was kept of it.
-        known = bounds if inputs[1].dtype == key.dtype else None
-        problem, operands = resolve(inputs, slopes, given, tokens, bounds=known)
+        if ordinary and not skip and not streams:
+            if bounds is not None:
+                given["key_bounds"] = bounds
+            problem, operands = prepare(query, key, value, slopes, given)
+        else:
+            check_inputs(*(inputs := autocast(query, key, value)))
+            unbiased = check_count("unbiased", given.get("unbiased", 0))
+            tokens, real = placed(storage, layout, query.shape[2], skip, unbiased)
+            if real is not None:
+                given["attn_mask"] = real if (mask := given.get("attn_mask")) is None else real & mask
+            # Rounding may lengthen a key beyond the bound that was kept of it.
+            bounds = bounds if inputs[1].dtype == key.dtype else None
+            problem, operands = resolve(inputs, slopes, given, tokens, bounds=bounds)
+        if not (streams or return_aux):
+            return output(problem, operands, backend)
         result = stream(operands, problem.options, backend) if streams else run(problem, operands, backend)
         if skip:
             result = result._replace(skipped=result.skipped + spent)

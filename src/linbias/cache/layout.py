@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..prepare import OPTION_KEYS
 from ..semantics.checks import check_count, check_tensor, readable
-from ..semantics.tokens import Tokens, unbiased_marks
+from ..semantics.tokens import Tokens
 from .pages import Pages
 from .storage import Counts, Slots
 
@@ -286,7 +286,7 @@ def token_positions(storage: Storage, layout: Layout, slots: Tensor) -> Tensor:
 
 
 def placed(
-    storage: Storage, layout: Layout, queries: int, skip: int, unbiased: int, *, always: bool
+    storage: Storage, layout: Layout, queries: int, skip: int, unbiased: int
 ) -> tuple[tuple[Tokens, Tokens], Tensor | None]:
     """Both sides of a call from the T newest tokens to all that is kept, and (b, 1, T, 1), which rows are real.
 
@@ -295,14 +295,8 @@ def placed(
         queries: T.
         skip: pages left out when the keys were read.
         unbiased: how many first tokens of each sequence have no bias.
-        always: write positions out where the defaults, ends aligned, say the same.
     """
     device = storage.key.device
-    if layout.aligned and storage.positions is None and not skip and not always:
-        keys = layout.end
-        marks = unbiased_marks(unbiased, queries, keys, device)
-        rows = Tokens(queries, keys - queries, device, unbiased=marks[0])
-        return (rows, Tokens(keys, 0, device, unbiased=marks[1])), None
     slots = storage.slots(layout.end, skip)
     rows, real = layout.queries(queries, device)
 

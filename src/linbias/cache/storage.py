@@ -69,7 +69,6 @@ class Slots:
         self.norms = unfilled(key, batch, heads, -(-room // block), dtype=accumulating_dtype(key.dtype)).zero_()
         self.positions: Tensor | None = None
         """Positions of the tokens, where they are not their places in the text."""
-        self._unknown: KeyBounds | None = None
         self._written = self._measured = 0
         """Slots that `write` filled, and those of them that `norms` account for; `scatter` leaves none unmeasured."""
 
@@ -121,18 +120,14 @@ class Slots:
             rows, places = slots.expand(key.shape[0], -1), positions.expand(key.shape[0], -1)
             self.positions.scatter_(1, rows, places)
 
-    def read(self, end: int, skip: int, rows: int) -> tuple[Tensor, Tensor, KeyBounds]:
-        """Keys and values (B, G, end, .) and their bounds for `rows` queries, as views; of pages, without the `skip`
-        after the first.
+    def read(self, end: int, skip: int, rows: int) -> tuple[Tensor, Tensor, KeyBounds | None]:
+        """Keys and values (B, G, end, .) and their bounds, if they pay for `rows` queries, as views; of pages, without
+        the `skip` after the first.
         """
-        blocks = -(-end // self.block)
-        if rows == 1 and end < _LEAST_MEASURED and self._measured < self._written:
-            if self._unknown is None or self._unknown.norms.shape != (*self.sizes, blocks):
-                self._unknown = KeyBounds(self.norms.new_full((*self.sizes, blocks), torch.inf), self.block)
-            bounds = self._unknown
-        else:
+        bounds = None
+        if rows > 1 or end >= _LEAST_MEASURED or self._measured == self._written:
             self._measure()
-            bounds = KeyBounds(self.norms.narrow(2, 0, blocks), self.block)
+            bounds = KeyBounds(self.norms.narrow(2, 0, -(-end // self.block)), self.block)
         return self.key.narrow(2, 0, end), self.value.narrow(2, 0, end), bounds
 
     def slots(self, end: int, skip: int = 0) -> Tensor:
@@ -212,7 +207,6 @@ class Slots:
         """Move and convert; bounds of keys that were rounded to another dtype are computed anew."""
         changed = dtype is not None and dtype != self.key.dtype
         self.key, self.value = self.key.to(device, dtype), self.value.to(device, dtype)
-        self._unknown = None
         if changed:
             self._measured = self._written
         self.norms = key_bounds(self.key, self.block).norms if changed else self.norms.to(device)

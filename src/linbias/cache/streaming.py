@@ -23,10 +23,19 @@ def stream(operands: Operands, options: Options, backend: str) -> Result:
         gap = (rows - cap).clamp_min(0)
         shifted = torch.where(is_sink, keys, keys - gap)
         return _run(operands._replace(query_positions=rows - gap, key_positions=shifted), options, backend)
+    operands, dtype = _widened(operands), operands.query.dtype
     real = ~is_sink[None] if operands.key_mask is None else operands.key_mask & ~is_sink
     near = _run(operands._replace(key_mask=real, key_ranks=None), options._replace(sinks=0), backend)
     far = _run(_sinks_alone(operands, sinks, rows.clamp_max(cap)), _unwindowed(options), backend)
-    return _merged(near, far)
+    merged = _merged(near, far)
+    return merged._replace(out=merged.out.to(dtype))
+
+
+def _widened(operands: Operands) -> Operands:
+    """In the accumulating dtype, so that half types are rounded once, after the merge."""
+    kind = torch.promote_types(operands.query.dtype, torch.float32)
+    query, key, value = (tensor.to(kind) for tensor in (operands.query, operands.key, operands.value))
+    return operands._replace(query=query, key=key, value=value)
 
 
 def _run(operands: Operands, options: Options, backend: str) -> Result:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..attention import run
+from ..attention import output
 from ..backends import reference
 from ..ops import full_precision
 from ..prepare import AttentionOptions, autocast, resolve
@@ -66,7 +66,7 @@ def attend_in_layer(
     if eager:
         out, weights = _by_rows(layer, problem, operands._replace(query=query, key=key, value=value), mask)
         return _merged(out), weights
-    out, weights = run(problem, operands, "auto").out, None
+    out, weights = output(problem, operands, "auto"), None
     if mask.with_weights:
         with full_precision(problem):
             weights = reference.weights(problem, operands).to(problem.dtype)

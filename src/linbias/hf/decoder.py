@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass that BLOOM, MPT and Falcon share, with an `AttentionMask` where transformers builds bias and mask.
+"""The forward pass that all decoders here share, with an `AttentionMask` where transformers builds bias and mask.
 
-Everything around attention stays transformers' own: blocks, residuals, dropout, gradient checkpointing, outputs.
+Everything around attention stays the model's own: blocks, residuals, dropout, gradient checkpointing, outputs.
 """
 
 import functools
@@ -48,7 +48,7 @@ class Patched:
         return False
 
 
-class FlatMasks(Patched):
+class FlatGeneration:
     """A language model whose `generate` hands 2-D masks to static caches too, not n x n ones."""
 
     def create_masks_for_generate(self, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
@@ -56,8 +56,12 @@ class FlatMasks(Patched):
         return attention_mask
 
 
-class Attention(Patched):
-    """The forward of every patched attention layer; the family says how its projections become heads and back."""
+class FlatMasks(Patched, FlatGeneration):
+    """`FlatGeneration` of a patched model."""
+
+
+class Attending:
+    """The forward of every attention layer; the family says how its projections become heads and back."""
 
     uses_alibi = True
 
@@ -101,14 +105,18 @@ class Attention(Patched):
         return self.attention_dropout.p
 
 
-class Decoder(Patched):
-    """What the family's patched base model mixes in.
+class Attention(Patched, Attending):
+    """`Attending` of a patched layer."""
 
-    The family says what its parts are called, and which slopes and positions hold; `forward` does the rest.
+
+class DecoderRules:
+    """What the base model of a family mixes in.
+
+    The family says what its parts are called, and which slopes and positions hold; `decode` does the rest.
     """
 
     linbias_fidelity: str
-    """On the instance while it is patched: "exact" or "checkpoint"."""
+    """ "exact" or "checkpoint"; on the instance while it is patched."""
 
     counts_tokens: ClassVar[bool] = True
     """Positions count real tokens; False: they are places in storage."""
@@ -116,12 +124,22 @@ class Decoder(Patched):
     """The layers."""
     norm_name: ClassVar[str] = "ln_f"
     """What comes after them."""
-    bias_argument: ClassVar[str] = "alibi"
-    """What its blocks require for the bias, and here get None for."""
+    bias_argument: ClassVar[str | None] = "alibi"
+    """What its blocks require for the bias, and here get None for; None: nothing."""
 
     def alibi_slopes(self) -> Tensor:
         """(H,) float32 or float64 on the CPU: what the family multiplies distances with."""
         raise NotImplementedError
+
+    def slopes_of_pass(self, mask: Tensor | None, cache: Any, tokens: int) -> Tensor:
+        """(H,) or (B, H): `alibi_slopes`, unless they depend on how long the text is by now.
+
+        Args:
+            mask: as `read_mask` takes it.
+            cache: a transformers cache, or None.
+            tokens: T, of the new ones.
+        """
+        return self.alibi_slopes()
 
     def eager_bias(self, key_mask: Tensor, dtype: torch.dtype) -> Tensor:
         """The bias by the family's own code, of size linear in the keys, for (B, S) real tokens."""
@@ -130,6 +148,14 @@ class Decoder(Patched):
     def embed(self, inputs_embeds: Tensor) -> Tensor:
         """What the first block receives."""
         return inputs_embeds
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """What becomes of the last block's output."""
+        return getattr(self, self.norm_name)(hidden)
+
+
+class Decoder(Patched, DecoderRules):
+    """`DecoderRules` of a patched model."""
 
 
 def forward_of(original: type[nn.Module]) -> Any:
@@ -177,14 +203,15 @@ def decode(
     hidden = model.embed(inputs_embeds)
     counted_in_pairs = given.get("position_ids") is not None
     mask = _mask_of(model, attention_mask, cache, hidden, with_weights, counted_in_pairs=counted_in_pairs)
-    options = {"use_cache": use_cache, "output_attentions": with_weights, model.bias_argument: None}
+    options = {"use_cache": use_cache, "output_attentions": with_weights}
+    options |= {} if model.bias_argument is None else {model.bias_argument: None}
     states: list[Tensor] = []
     shown: list[Tensor] = []
     for block in getattr(model, model.blocks_name):
         states.append(hidden) if with_hidden else None
         hidden, weights = block(hidden, layer_past=cache, attention_mask=mask, **options)
         shown.append(weights) if with_weights else None
-    hidden = getattr(model, model.norm_name)(hidden)
+    hidden = model.finish(hidden)
     all_states = (*states, hidden) if with_hidden else None
     all_weights = tuple(shown) if with_weights else None
     if not return_dict:
@@ -197,7 +224,8 @@ def _mask_of(
 ) -> AttentionMask:
     """What this pass means by the rules of the model's family and fidelity."""
     # Not pinned, so the copy need not be waited for: no host-device sync (on the CPU there is no copy at all).
-    slopes = model.alibi_slopes().to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+    slopes = model.slopes_of_pass(mask, cache, hidden.shape[1])
+    slopes = slopes.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
     slopes = slopes.to(hidden.device, non_blocking=True)
     rules = {"causal": getattr(model.config, "is_causal", True), "counted": model.counts_tokens}
     exact = model.linbias_fidelity == "exact"

@@ -33,7 +33,7 @@ class AttentionMask:
         self, slopes: Tensor, queries: Tokens, keys: Tokens, *, causal: bool, attn_mask: Tensor | None = None
     ) -> None:
         self.slopes = slopes
-        """(H,), float32, or float64 in a float64 model."""
+        """(H,) or (B, H), float32, or float64 in a float64 model."""
         self.queries = queries
         """Of the new tokens."""
         self.keys = keys
@@ -79,7 +79,7 @@ def read_mask(
             visible or floats of 0 and at most -10000, which replaces the causal rule.
         cache: a transformers cache, or None.
         hidden: the embedded new tokens.
-        slopes: (H,).
+        slopes: (H,) or (B, H).
         causal: tokens see only earlier ones, where no 4-D mask decides.
         counted: positions count the real tokens (BLOOM, Falcon), rather than the places in storage (MPT). They
             differ only where a mask has holes.

@@ -17,7 +17,13 @@ _BLOCK = 2**22
 # Fewer rows would make the matrix products slower.
 _LEAST_ROWS = 512
 # Layers and activations that work on each row by itself: somebody's own may scale by the largest element, say.
-_ROW_WISE = ("torch.nn.modules.", "transformers.models.", "transformers.activations", "linbias.")
+_ROW_WISE = (
+    "torch.nn.modules.",
+    "transformers.models.",
+    "transformers.activations",
+    "transformers.pytorch",
+    "linbias.",
+)
 
 
 class RowBlocks:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 METRICS = ("euclidean", "manhattan")
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+"""Types of which a tensor is what it seems; a subclass may mean anything."""
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 

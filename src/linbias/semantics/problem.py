@@ -94,6 +94,11 @@ FEATURES = frozenset((*_OPTIONAL, *OPTION_NAMES, TRANSFORMED))
 """All that `Problem.features` can hold."""
 
 
+def any_given(operands: Operands) -> bool:
+    """Whether a call has more tensors than the four that every call has."""
+    return any(tensor is not None for tensor in operands[_REQUIRED:])
+
+
 def accumulating_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of scores, bias, softmax and lse: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

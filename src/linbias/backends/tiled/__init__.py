@@ -55,6 +55,11 @@ def forward(problem: Problem, operands: Operands) -> Result:
     )
 
 
+def output(problem: Problem, operands: Operands) -> Tensor:
+    """The output of `forward`."""
+    return forward(problem, operands).out
+
+
 def backward(
     problem: Problem,
     operands: Operands,

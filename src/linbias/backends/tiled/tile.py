@@ -229,9 +229,10 @@ class Softmax:
         return high, torch.where(high.isfinite(), low, 0.0).to(dtype)
 
     def mean(self) -> Tensor:
-        """(BH * T, V): the output; 0 where nothing was visible."""
+        """(BH * T, V): the output; 0 where nothing was visible, or weighs anything."""
         assert self.out is not None
-        return self.out / torch.where(self.row_sum == 0, 1.0, self.row_sum).to(self.out.dtype).unsqueeze(-1)
+        mean = self.out / torch.where(self.row_sum == 0, 1.0, self.row_sum).to(self.out.dtype).unsqueeze(-1)
+        return mean.masked_fill_((self.row_max == -torch.inf).unsqueeze(-1), 0.0)
 
 
 @dataclass(frozen=True)
