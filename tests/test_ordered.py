@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls that are put in another order inside: the same results in the caller's order, with less to compute."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -104,3 +107,30 @@ def test_the_operator_knows_nothing_of_it(orders: list[Tensor]):
     query, key, value = (each.requires_grad_() for each in drawn(3, 1, 3, 70, 8).unbind(0))
     torch.autograd.gradcheck(attend, (query, key, value, drawn(70, 2)), fast_mode=True)
     assert orders
+
+
+PEAK = """
+import torch
+from linbias import alibi_attention, grid_positions
+
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+
+def grown(side):
+    query, key, value = torch.randn(3, 1, 1, side * side, 32)
+    before = peak()
+    where = grid_positions(side, side)
+    alibi_attention(query, key, value, torch.tensor([2.0]), causal=False, metric="euclidean", key_positions=where)
+    return peak() - before
+
+grown(8)
+print(grown(256))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read in /proc")
+def test_memory_of_65_536_tiles_is_linear():
+    """A few tensors like query, key and value of 8 MiB; a bias would be 16 GiB."""
+    done = subprocess.run([sys.executable, "-c", PEAK], check=True, capture_output=True, text=True)
+    assert int(done.stdout) < 128 * 1024
