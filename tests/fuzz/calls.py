@@ -64,6 +64,8 @@ def draw(given: random.Random) -> Call:
     if metric is not None:
         return Call(**drawn, positions=pick(("grid", "points")))
     drawn |= _ordered(given, queries <= keys)
+    if drawn["seen"]:
+        drawn["far"] = None  # beside such distances no other number has digits that could be compared
     if given.random() < 0.15:
         return _packed(Call(**drawn), given)
     return Call(**drawn)
