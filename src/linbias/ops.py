@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import ordered
 from .backends import Backend, select
 from .errors import BackendUnavailable
 from .semantics.checks import PLAIN_TENSORS, autocast_enabled, unwatched
@@ -61,7 +62,7 @@ def attention(problem: Problem, operands: Operands, backend: Backend) -> Result:
     if watched is not None:
         return watched
     with full_precision(problem):
-        return backend.forward(problem, operands)
+        return ordered.forward(backend, problem, operands)
 
 
 def output(problem: Problem, operands: Operands, backend: Backend) -> Tensor:
@@ -70,7 +71,7 @@ def output(problem: Problem, operands: Operands, backend: Backend) -> Tensor:
     if watched is not None:
         return watched.out
     with full_precision(problem):
-        return backend.output(problem, operands)
+        return ordered.output(backend, problem, operands)
 
 
 def _watched(problem: Problem, operands: Operands, backend: Backend) -> Result | None:
@@ -122,7 +123,7 @@ def _unpack(args: tuple[Any, ...]) -> tuple[Problem, Operands, str]:
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     problem, operands, name = _unpack(args)
     with full_precision(problem):
-        result = select(name, problem).forward(problem, operands)
+        result = ordered.forward(select(name, problem), problem, operands)
     return tuple(result)
 
 
@@ -172,7 +173,8 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     grad_out, grad_lse, out, lse, lse_low, *call, needs = args
     problem, operands, name = _unpack(tuple(call))
     with full_precision(problem):
-        found = select(name, problem).backward(problem, operands, out, lse, lse_low, grad_out, grad_lse, tuple(needs))
+        saved = (out, lse, lse_low, grad_out, grad_lse)
+        found = ordered.backward(select(name, problem), problem, operands, *saved, tuple(needs))
     return tuple(
         out.new_empty(0) if gradient is None else gradient
         for gradient in (getattr(found, name) for name in GRADIENT_NAMES)
