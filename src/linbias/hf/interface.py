@@ -125,12 +125,12 @@ def _mask(
     both_ways = mask_function is masking_utils.bidirectional_mask_function
     if not both_ways and (torch.is_tensor(q_offset) or kv_offset + kv_length != q_offset + q_length):
         raise ValueError(
-            "attention 'linbias' counts distances from the last key, and this cache has room behind it (a StaticCache): "
-            "pass a DynamicCache"
+            "attention 'linbias' counts distances from the last key, and this cache has room behind it: "
+            "pass a DynamicCache and no StaticCache"
         )
     if both_ways or (mask_function is masking_utils.causal_mask_function and kv_offset == 0):
         return attention_mask
-    asked = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    asked: dict[str, Any] = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return masking_utils.sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, **(given | asked),
