@@ -258,6 +258,23 @@ def test_a_key_at_no_place_is_seen_by_all():
     assert out.isnan().all()
 
 
+def test_scores_beyond_what_float64_tells_apart():
+    """At 10^20 the largest score less its bias is rounded by thousands, which exp must not see."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, 3, 307, 17, generator=generator)
+    key = torch.where(torch.rand(1, 3, 307, 1, generator=generator) < 0.05, key * 1e19, key)
+    value = torch.randn(1, 3, 307, 5, generator=generator)
+    results = [
+        alibi_attention(query, key, value, torch.tensor([0.5, 0.3, 2.0]), causal=False, return_aux=True, backend=name)
+        for name in ("tiled", "reference")
+    ]
+    (found, aux), (wanted, exact) = results
+    assert exact.lse.abs().max() > 1e19 and wanted.isfinite().all()
+    products = 17**-0.5 * query.abs() @ key.abs().mT  # of 17 terms, each rounded
+    torch.testing.assert_close(aux.lse, exact.lse, rtol=0, atol=17 * 2**-23 * float(products.max()))
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("kv_heads", [16, 4])
 def test_a_decode_step_of_thousands_of_sequences_is_no_loop(kv_heads: int):
     """132,800 tiles of one pair: a millisecond a hundred is plenty, where a loop over tiles took eleven seconds."""

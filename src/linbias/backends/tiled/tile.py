@@ -160,7 +160,9 @@ def _exp(scores: Scores, shift: Tensor) -> tuple[Tensor, Tensor]:
     # Of a shift from 10^7 on rounding drops whole units: as a factor they would lift weights off their floor.
     units = torch.where(rest.abs() > 1, rest, 0.0).to(used.dtype)
     if used.device.type != "cpu" or bool(units.any()):
-        weights, rest = weights.add_(units), (rest - units).clamp(-1, 1)
+        # From 10^16 on the shift itself is off by units, so that no weight may be more than the largest.
+        weights = torch.minimum(weights.add_(units), torch.where(units == 0, torch.inf, 0.0))
+        rest = (rest - units).clamp(-1, 1)
     weights, rest = weights.clamp_min_(floor).exp_(), rest.exp()
     return weights if scores.hidden is None else weights.masked_fill_(scores.hidden, 0.0), rest
 
