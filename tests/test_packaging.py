@@ -28,7 +28,7 @@ EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 LAYERS = (
     {"errors"},
     {"semantics", "_native"},
-    {"prepare", "backends", "ordered", "ops"},
+    {"prepare", "backends", "ops"},
     {"attention", "varlen", "cache"},
     {"flash", "interop", "nn", "hf", "testing"},
     {"__init__"},

@@ -17,7 +17,7 @@ from tests.caching import (
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-def test_b10_lengths_5_and_9_in_blocks_of_4():
+def test_lengths_5_and_9_in_blocks_of_4():
     """The weight of each key is that of its distance from its own sequence's last token; unused slots have none."""
     mask = torch.tensor([[1] * 5 + [0] * 4, [1] * 9], dtype=torch.bool)
     cache = KVCache(page_size=4)
