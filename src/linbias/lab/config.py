@@ -122,8 +122,8 @@ class _Training:
     """What every command that trains can be told."""
 
     data: Path | None = None
-    """Text file or folder to train and test on; the embedded novels if not given. A folder with train, validation and
-    test files (any suffix) is split that way, anything else 80 / 10 / 10 in order."""
+    """Text file or folder to train and test on; the embedded novels if not given. A folder whose file or folder names
+    say train, validation (valid, val, dev) and test is split that way, anything else 80 / 10 / 10 in order."""
     device: str = "auto"
     """Where to compute: cpu, cuda, mps ...; auto takes CUDA if there is one."""
     model: ModelConfig = field(default_factory=ModelConfig)
