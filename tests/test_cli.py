@@ -87,6 +87,33 @@ def test_a_trained_checkpoint_can_be_evaluated(checkpoint, text_file, tmp_path, 
     assert f"{found['cells'][1]['bits']['mean']:.4f}" in capsys.readouterr().out
 
 
+def evaluate(checkpoint, *more):
+    return main(["evaluate", "--checkpoint", str(checkpoint), "--lengths", "8", "--test-bytes", "72", *more])
+
+
+@pytest.mark.parametrize("change", ["cut", "replaced", "grown"])
+def test_data_that_changed_after_training_is_not_scored(checkpoint, text_file, change, capsys):
+    content = text_file.read_text()
+    text_file.write_text({"cut": content[:2000], "replaced": content.swapcase(), "grown": content + "more "}[change])
+    assert evaluate(checkpoint) == 1
+    told = capsys.readouterr().err
+    assert "changed since (by SHA-256), so that it may be tested on bytes it was trained on" in told
+    assert "--data" in told
+    assert evaluate(checkpoint, "--data", str(text_file)) == 0
+    assert "nothing here tells whether the model was trained on some of it" in capsys.readouterr().out
+
+
+def test_a_path_that_a_checkpoint_names_is_told_before_it_is_read(checkpoint, text_file, capsys):
+    assert evaluate(checkpoint) == 0
+    shown = capsys.readouterr()
+    assert f"reading {str(text_file)!r}, the data that the checkpoint names" in shown.err
+    assert "nothing here tells" not in shown.out
+    assert evaluate(checkpoint, "--data", str(text_file), "--split", "train") == 0
+    shown = capsys.readouterr()
+    assert "reading" not in shown.err
+    assert "text: the model was trained on this text" in shown.out
+
+
 def test_sliding_evaluation_has_more_context(checkpoint, tmp_path):
     contexts = []
     for stride in ([], ["--stride", "1"]):
@@ -116,7 +143,15 @@ def test_compare_writes_its_report(text_file, tmp_path, capsys):
         (["compare", "--workers", "0"], "workers must be at least 1, got 0"),
         (["compare", "--schemes", "rope", "rope"], "schemes must not repeat, got rope rope"),
         (["train", "--steps", "0"], "steps must be at least 1, got 0"),
-        (["train", "--learning-rate", "0"], "learning_rate must be greater than 0, got 0.0"),
+        (["train", "--learning-rate", "0"], "learning_rate must be greater than 0 and finite, got 0.0"),
+        (["train", "--learning-rate", "inf"], "learning_rate must be greater than 0 and finite, got inf"),
+        (["train", "--learning-rate", "nan"], "learning_rate must be greater than 0 and finite, got nan"),
+        (["train", "--weight-decay", "inf"], "weight_decay must be finite, got inf"),
+        (["train", "--seed", str(2**63)], f"seed must be at most {2**63 - 1}, got {2**63}"),
+        (["compare", "--seed", str(10**30)], "seed must be at most"),
+        (["train", "--width", "1000000", "--heads", "2"], "width must be at most 5,461 with 3 layers"),
+        (["compare", "--layers", "1000000"], "layers must be at most 1024, got 1000000"),
+        (["train", "--passages", str(10**18)], "passages times length must be at most 67,108,864 bytes in one update"),
         (["evaluate", "--checkpoint", "nothing"], "checkpoint must be an existing file, got 'nothing'"),
         (["train", "--device", "abacus"], "device must be auto or one that torch can use here, got 'abacus'"),
         (["compare", "--device", "meta"], "device must be auto or one that torch can use here, got 'meta'"),

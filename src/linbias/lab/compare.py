@@ -5,19 +5,17 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from .config import AnyScheme, CompareCommand, TrainedScheme
 from .data import Corpus, load_corpus, require_bytes
 from .environment import machine, versions
-from .evaluate import Trial, score, scored_bytes, testing_cost
+from .evaluate import Trial, load_scores, score, scored_bytes, testing_cost
 from .model import build_decoder, count_parameters
 from .positions import why_not
 from .progress import Tell
 from .results import Results, Row, make_cells
-from .storage import load_tensors
 from .tasks import Task, run_tasks, usable_cores
 from .train import Run, load_checkpoint, resolve_device, train, training_cost
 
@@ -160,7 +158,7 @@ def collect(plan: Comparison) -> Results:
         segments=segments,
         rows=tuple(row for scheme in command.schemes for row in _rows(plan, scheme, segments)),
         settings=json.loads(json.dumps(asdict(command), default=str)),
-        corpus=_describe(plan.corpus),
+        corpus=plan.corpus.describe(),
         environment={"versions": versions(), "machine": machine(), "device": plan.device, "workers": plan.workers},
     )
 
@@ -174,7 +172,7 @@ def _rows(plan: Comparison, trained: TrainedScheme, segments: int) -> list[Row]:
     }
     for scheme, length in plan.trials(trained):
         file = _trial(plan, trained, scheme, length).file(plan.scores)
-        scores.setdefault(scheme, {})[length] = load_tensors(file)[0]["nats"]
+        scores.setdefault(scheme, {})[length] = load_scores(file)[0]
     return [
         Row(
             scheme=scheme,
@@ -186,14 +184,6 @@ def _rows(plan: Comparison, trained: TrainedScheme, segments: int) -> list[Row]:
         )
         for scheme, found in scores.items()
     ]
-
-
-def _describe(corpus: Corpus) -> dict[str, Any]:
-    splits = {
-        name: {"text": text.name, "bytes": len(text.content), "sha256": text.digest}
-        for name, text in (("train", corpus.train), ("validation", corpus.validation), ("test", corpus.test))
-    }
-    return {"name": corpus.name, "splits": splits}
 
 
 def compare(command: CompareCommand) -> Results:

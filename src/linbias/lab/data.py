@@ -126,7 +126,9 @@ def load_corpus(source: Path | None = None) -> Corpus:
     named = _named_splits(source, files)
     if not named:
         return _cut(source, _joined(files))
-    texts = {split: Text(name=_name_of(source, paths), content=_joined(paths)) for split, paths in named.items()}
+    texts: dict[Split, Text] = {}
+    for split, paths in named.items():
+        texts[split] = Text(name=_name_of(source, paths), content=_joined(paths))
     if texts["test"].content == texts["train"].content:
         same = f"{texts['train'].name} and {texts['test'].name}"
         raise DataError(f"data must be tested on other text than trained on, got the same bytes in {same}")
@@ -185,7 +187,7 @@ def _split_of(path: Path) -> tuple[Split, str] | None:
     for depth, part in enumerate(path.parts, start=1):
         spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", part).lower()
         words = [word.rstrip("0123456789") for word in re.split(r"[\W_]+", spaced)]
-        splits = {_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS}
+        splits: set[Split] = {_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS}
         if len(splits) > 1:
             raise DataError(f"data must name one split a file, got {printable(path)!r}, which names {len(splits)}")
         if splits:
@@ -222,7 +224,9 @@ def _cut(source: Path, content: bytes) -> Corpus:
         "test": ("last 10 %", content[second:]),
     }
     name = printable(source.name)
-    texts = {split: Text(name=f"{name}, {part}", content=piece) for split, (part, piece) in pieces.items()}
+    texts: dict[Split, Text] = {
+        split: Text(name=f"{name}, {part}", content=piece) for split, (part, piece) in pieces.items()
+    }
     return _checked(source, texts)
 
 
