@@ -8,8 +8,8 @@ from pathlib import Path
 
 from .page import write_page
 from .plots import draw_comparison
-from .remarks import remarks
-from .results import Cell, Results
+from .remarks import perplexity_text, remarks
+from .results import Cell, Results, Row
 from .statistics import METHOD
 from .storage import write_bytes, write_text
 from .tables import align
@@ -59,8 +59,8 @@ def results_text(results: Results) -> str:
     lengths = results.lengths
     stride = "no overlap" if results.stride is None else f"stride {results.stride:,}"
     header = ("scheme", *(f"{length:,}" for length in lengths))
-    bits = [(row.label, *map(_bits, row.cells)) for row in results.table_rows()]
-    perplexity = [(row.label, *map(_perplexity, row.cells)) for row in results.table_rows()]
+    bits = [(row.label, *_bits(row)) for row in results.table_rows()]
+    perplexity = [(row.label, *_perplexity(row)) for row in results.table_rows()]
     intro = (
         f"trained on passages of {results.trained_length:,} bytes, "
         f"tested on {results.scored:,} bytes of {results.text} ({stride})"
@@ -76,9 +76,9 @@ def results_text(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-def _bits(cell: Cell) -> str:
-    return "cannot run" if cell.bits is None else str(cell.bits)
+def _bits(row: Row) -> list[str]:
+    return [row.absence if cell.bits is None else str(cell.bits) for cell in row.cells]
 
 
-def _perplexity(cell: Cell) -> str:
-    return "cannot run" if cell.perplexity is None else f"{cell.perplexity:.2f}"
+def _perplexity(row: Row) -> list[str]:
+    return [row.absence if cell.bits is None else perplexity_text(cell.perplexity, 2) for cell in row.cells]

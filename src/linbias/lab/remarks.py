@@ -18,6 +18,7 @@ def headline(results: Results) -> str:
 def remarks(results: Results) -> list[str]:
     """Return the sentences below the table."""
     found = [headline(results)]
+    found += [f"{row.label}: {row.diverged}." for row in results.table_rows() if row.diverged]
     found += [
         f"{row.label}: cannot run at {', '.join(f'{cell.length:,}' for cell in cells)} bytes, because {reason}."
         for row in results.table_rows()
@@ -30,7 +31,7 @@ def remarks(results: Results) -> list[str]:
 def _refusals(row: Row) -> list[tuple[str, list[Cell]]]:
     grouped: dict[str, list[Cell]] = {}
     for cell in row.cells:
-        if cell.why_not is not None:
+        if cell.why_not is not None and row.diverged is None:
             grouped.setdefault(cell.why_not, []).append(cell)
     return list(grouped.items())
 
@@ -62,3 +63,8 @@ def interval(estimate: Estimate) -> str:
     if estimate.low is None or estimate.high is None:
         return ""
     return f"{estimate.low:.3f} to {estimate.high:.3f}"
+
+
+def perplexity_text(perplexity: float | None, digits: int) -> str:
+    """Return a perplexity as tables show it; None is one that exceeds every float."""
+    return "beyond floats" if perplexity is None else f"{perplexity:.{digits}f}"
