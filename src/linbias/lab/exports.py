@@ -12,7 +12,7 @@ from .remarks import perplexity_text, remarks
 from .results import Cell, Results, Row
 from .statistics import METHOD
 from .storage import write_bytes, write_text
-from .tables import align
+from .tables import align, wrap
 
 _COLUMNS = (
     *("scheme", "trained_length", "length", "stride", "scored_bytes", "segments"),
@@ -66,12 +66,12 @@ def results_text(results: Results) -> str:
         f"tested on {results.scored:,} bytes of {results.text} ({stride})"
     )
     parts = [
-        f"Bits per byte by window length: {intro}",
+        wrap(f"Bits per byte by window length: {intro}"),
         align(header, bits),
         "Perplexity per byte, 2 ** bits",
         align(header, perplexity),
-        *remarks(results),
-        f"±: half the width of the interval, a {METHOD}",
+        *map(wrap, remarks(results)),
+        wrap(f"±: half the width of the interval, a {METHOD}"),
     ]
     return "\n\n".join(parts)
 

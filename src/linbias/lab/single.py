@@ -19,7 +19,7 @@ from .remarks import interval, perplexity_text
 from .results import make_cells
 from .statistics import METHOD, Estimate
 from .storage import CheckpointError
-from .tables import align
+from .tables import align, wrap
 from .tasks import Task, run_tasks
 from .train import Run, Trained, load_checkpoint, resolve_device, train
 
@@ -172,14 +172,16 @@ def describe_evaluation(found: dict[str, Any]) -> str:
     absent = {cell["length"]: cell["why_not"] for cell in found["cells"] if cell["why_not"] is not None}
     return "\n".join(
         (
-            f"{label}, trained on passages of {found['trained_length']:,} bytes, "
-            f"tested on {found['scored']:,} bytes of {found['text']}; {stride}",
+            wrap(
+                f"{label}, trained on passages of {found['trained_length']:,} bytes, "
+                f"tested on {found['scored']:,} bytes of {found['text']}; {stride}"
+            ),
             "",
             align(header, [_line(cell) for cell in found["cells"]]),
             "",
-            *(f"{label}: cannot run at {length:,} bytes, because {reason}." for length, reason in absent.items()),
-            *([f"text: {found['seen']}"] if found["seen"] else []),
-            f"interval: {found['interval']}",
+            *(wrap(f"{label}: cannot run at {length:,} bytes, because {reason}.") for length, reason in absent.items()),
+            *([wrap(f"text: {found['seen']}")] if found["seen"] else []),
+            wrap(f"interval: {found['interval']}"),
         )
     )
 
