@@ -92,9 +92,12 @@ class Results:
     stride: int | None
     segments: int
     rows: tuple[Row, ...]
+    command: str
+    """What runs it again, as a shell takes it."""
     settings: dict[str, Any]
     """The command, field by field."""
     corpus: dict[str, Any]
+    """`Corpus.describe`, with its remark if it has one."""
     environment: dict[str, Any]
 
     def row(self, scheme: str) -> Row | None:

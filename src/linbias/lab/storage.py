@@ -26,6 +26,8 @@ _PRESENTATION = {
     "lab/doctor.py",
     "lab/tasks.py",
     "lab/progress.py",
+    "lab/remarks.py",
+    "lab/tables.py",
 }
 """Source files, relative to the package, that decide how results look and not what they are."""
 _BENCH = "lab/bench/"
