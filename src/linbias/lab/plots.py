@@ -178,7 +178,7 @@ def _draw_by_place(ax: Any, results: Results, theme: Theme) -> None:
         curve = row.by_place()
         x = [((bin["first"] + 1) * (bin["last"] + 1)) ** 0.5 for bin in curve]
         # Each curve is narrower than those before it, so that one below another shows at its rims.
-        width = 1.6 + 3.2 * (len(rows) - 1 - number) / max(1, len(rows) - 1)
+        width = 1.5 + 2.5 * (len(rows) - 1 - number) / max(1, len(rows) - 1)
         ax.plot(x, [bin["bits"] for bin in curve], color=colour, linewidth=width, label=row.label, zorder=3)
     label(ax, "Loss by place in the window", "place, counted from 1", "bits per byte", theme)
     _length_axis(ax, _octaves(results.lengths[-1]), results.trained_length, theme)
