@@ -75,9 +75,14 @@ class Bounds {
     C* norms = norms_.data() + (b * G_ + g) * nodes_;
     const int64_t keys = call.keys(b), block = call.bounds_block;
     for (int64_t t = 0; t * kTile < call.S; ++t) {
-      norms[t] = 0;
-      for (int64_t k = t * kTile / block; k * block < lesser<int64_t>(keys, (t + 1) * kTile); ++k)
-        norms[t] = larger_or_nan(norms[t], call.page ? *given.at(call.page_of(b, k), g) : *given.at(b, g, k));
+      const int64_t first = t * kTile / block, last = ceil_div(lesser<int64_t>(keys, (t + 1) * kTile), block);
+      C rho = 0, wrong = 0;  // of small pages there are many, and no branch may hang on them
+      for (int64_t k = first; k < last; ++k) {
+        const C norm = call.page ? *given.at(call.page_of(b, k), g) : *given.at(b, g, k);
+        rho = norm > rho ? norm : rho;
+        wrong += norm - norm;  // 0; NaN of what is not finite, which is never skipped
+      }
+      norms[t] = rho + wrong;
     }
   }
 

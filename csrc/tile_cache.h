@@ -19,7 +19,8 @@ class TileCache {
     call_ = &call, codec_ = &codec, array_ = &array;
     slots_ = slots, width_ = row_width, D_ = D, b_ = g_ = -1;
     const bool cut = call.page % kTile != 0;  // a page may end within a tile
-    in_place_ = codec.plain && array.stride[3] == 1 && width_ == D && !cut;
+    usable_ = codec.plain && array.stride[3] == 1 && width_ == D;
+    in_place_ = usable_ && !cut;
     panels_.reset(packings & as_panels ? slots * kTile * D : 0);
     rows_.reset(packings & as_rows && !in_place_ ? slots * kTile * width_ : 0);
     joined_.reset(packings & as_panels && cut ? kTile * D : 0);
@@ -57,6 +58,19 @@ class TileCache {
       });
     row_tags_[slot] = tile;
     return packed;
+  }
+
+  // Rows [first, last) of the tile by stretches: `take(rows, row, at, n)`, n rows from `at` on that lie `row` apart. A few
+  // rows of a product do not repay joining what is read once, so it is taken where it lies if it can be.
+  template <class Take>
+  LINBIAS_INLINE void each_stretch(int64_t tile, int first, int last, bool joined, const Take& take) {
+    if (usable_ && !in_place_ && !joined)
+      return each_run(tile, first, last, [&](const Rows& part, int at, int n) __attribute__((always_inline)) {
+        take(reinterpret_cast<const C*>(part.data), part.row, at, n);
+      });
+    int64_t row;
+    const C* packed = rows(tile, &row);
+    take(packed + first * row, row, first, last - first);
   }
 
   // Asks for rows [first, last) of the tile, which are read panel by panel, a pattern the hardware does not foresee.
@@ -107,7 +121,7 @@ class TileCache {
   const Codec<C>* codec_ = nullptr;
   const Array<void>* array_ = nullptr;
   int64_t b_ = -1, g_ = -1, slots_ = 0, width_ = 0, D_ = 0, keys_ = 0;
-  bool in_place_ = false;
+  bool usable_ = false, in_place_ = false;  // rows where they lie; and all of a tile in one stretch
   Source source_;
   Buffer<C> panels_, rows_, joined_;
   Buffer<int64_t> panel_tags_, row_tags_;

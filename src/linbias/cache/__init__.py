@@ -384,7 +384,7 @@ class KVCache:
     @property
     def key_pages(self) -> Tensor:
         """(pages, page_size, G, D): the pool that `block_table` points into, with flash-attn's dimensions."""
-        return self._pages().key.transpose(1, 2)
+        return self._pages().key.permute(1, 2, 0, 3)
 
     def _pages(self) -> Pages:
         storage = self._opened()
@@ -395,4 +395,4 @@ class KVCache:
     @property
     def value_pages(self) -> Tensor:
         """(pages, page_size, G, V)."""
-        return self._pages().value.transpose(1, 2)
+        return self._pages().value.permute(1, 2, 0, 3)

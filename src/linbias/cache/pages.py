@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from ..semantics.bounds import KeyBounds, key_bounds
+from ..semantics.bounds import KeyBounds, key_bounds, upper_norms
 from ..semantics.problem import accumulating_dtype
 from .storage import Counts, Evicted, Kept, grown, real_norms, unfilled
 
@@ -21,11 +21,13 @@ class Pages:
     def __init__(self, key: Tensor, value: Tensor, page: int) -> None:
         batch, heads, _, dim = key.shape
         self.page = self.block = page
-        # A head's keys of a page lie in one stretch, which is what attention reads.
-        self.key = unfilled(key, 1, heads, page, dim)
-        self.value = unfilled(value, 1, heads, page, value.shape[3])
-        self.norms = unfilled(key, 1, heads, 1, dtype=accumulating_dtype(key.dtype)).zero_()
+        # (G, P, page, .): a head reads its keys of a page, and as a rule those of the next, in one stretch.
+        self.key = unfilled(key, heads, 1, page, dim)
+        self.value = unfilled(value, heads, 1, page, value.shape[3])
+        self.norms = unfilled(key, heads, 1, dtype=accumulating_dtype(key.dtype)).zero_()
+        """(G, P)."""
         self.positions: Tensor | None = None
+        """(1, P, page)."""
         self._lists: list[list[int]] = [[] for _ in range(batch)]
         self._filled = [0] * batch
         self._owners = [1]
@@ -35,7 +37,7 @@ class Pages:
     @property
     def sizes(self) -> tuple[int, int]:
         """B and G."""
-        return len(self._lists), self.key.shape[1]
+        return len(self._lists), self.key.shape[0]
 
     def table(self, end: int) -> Tensor:
         """(B, ceil(end / page)) int64: the page of each stretch of slots; 0 beyond a sequence's last."""
@@ -58,12 +60,12 @@ class Pages:
                 pages.append(self._take())
                 taken.append(pages[-1])
         if taken:
-            self.norms[torch.tensor(taken, device=self.norms.device)] = 0.0
+            self.norms[:, torch.tensor(taken, device=self.norms.device)] = 0.0
         if copies:
             old, new = torch.tensor(copies, device=self.key.device).unbind(1)
             for pool in (self.key, self.value, self.norms, self.positions):
                 if pool is not None:
-                    pool[new] = pool[old]
+                    pool[:, new] = pool[:, old]
         # Padding is written behind the tokens, so the table is as wide as the longest sequence with all its padding.
         width = -(-(end + tokens) // self.page)
         if taken or copies or width > self._table.shape[1]:
@@ -77,10 +79,10 @@ class Pages:
 
     def _take(self) -> int:
         if not self._free:
-            pages = self.key.shape[0]
+            pages = self.key.shape[1]
             for name in ("key", "value", "norms", "positions"):
                 pool: Tensor | None = getattr(self, name)
-                setattr(self, name, None if pool is None else grown(pool, 0, 2 * pages, pages))
+                setattr(self, name, None if pool is None else grown(pool, 1, 2 * pages, pages))
             self._owners += [0] * pages
             self._free = list(range(2 * pages - 1, pages - 1, -1))
         page = self._free.pop()
@@ -94,7 +96,14 @@ class Pages:
                 self._free.append(page)
 
     def write(self, start: int, key: Tensor, value: Tensor) -> None:
-        """Through the table, as any other slots."""
+        """Through the table, as any other slots; a step's one token with fewer operations."""
+        if key.shape[2] == 1:
+            page, place = divmod(start, self.page)
+            pages = self._table[:, page]
+            self.key[:, :, place].index_copy_(1, pages, key[:, :, 0].transpose(0, 1))
+            self.value[:, :, place].index_copy_(1, pages, value[:, :, 0].transpose(0, 1))
+            self._raise_norms(pages, upper_norms(key)[:, :, 0].T)
+            return
         slots = torch.arange(start, start + key.shape[2], device=key.device)[None]
         self.scatter(slots, None, key, value, None)
 
@@ -103,28 +112,32 @@ class Pages:
         batch, _, tokens, _ = key.shape
         slots = slots.expand(batch, tokens)
         pages, places = self._table.gather(1, slots // self.page), slots % self.page
-        self.key[pages, :, places] = key.transpose(1, 2)
-        self.value[pages, :, places] = value.transpose(1, 2)
-        norms = real_norms(key, real).transpose(1, 2).flatten(0, 1).unsqueeze(-1)
-        self.norms.scatter_reduce_(0, pages.reshape(-1, 1, 1).expand_as(norms), norms, "amax")
+        self.key[:, pages, places] = key.transpose(0, 1)
+        self.value[:, pages, places] = value.transpose(0, 1)
+        self._raise_norms(pages.reshape(-1), real_norms(key, real).transpose(0, 1).flatten(1))
         if self.positions is not None and positions is not None:
-            self.positions[pages, places] = positions.expand(batch, tokens)
+            self.positions[0, pages, places] = positions.expand(batch, tokens)
+
+    def _raise_norms(self, pages: Tensor, norms: Tensor) -> None:
+        """The bounds of pages (n,), by those (G, n) of keys that came to them."""
+        self.norms.scatter_reduce_(1, pages.expand_as(norms), norms, "amax")
 
     def read(self, end: int, rows: int) -> Kept:
         """The pool, and the table of the first `end` slots."""
-        return Kept(self.key, self.value, KeyBounds(self.norms, self.page), self.table(end))
+        bounds = KeyBounds(self.norms.T.unsqueeze(2), self.page)
+        return Kept(self.key.transpose(0, 1), self.value.transpose(0, 1), bounds, self.table(end))
 
     def read_positions(self, end: int) -> Tensor | None:
         """A copy."""
-        return None if self.positions is None else self.positions[self.table(end)].flatten(1)[:, :end]
+        return None if self.positions is None else self.positions[0, self.table(end)].flatten(1)[:, :end]
 
     def number(self) -> None:
         """Start to store positions; so far the position was the slot."""
-        self.positions = unfilled(self.key, self.key.shape[0], self.page, dtype=torch.int64).zero_()
+        self.positions = unfilled(self.key, 1, self.key.shape[1], self.page, dtype=torch.int64).zero_()
         inside = torch.arange(self.page, device=self.key.device)
         for pages in self._lists:
             for n, page in enumerate(pages):
-                self.positions[page] = inside + n * self.page
+                self.positions[0, page] = inside + n * self.page
 
     def evict(self, end: int, lengths: Counts, sinks: int, left: int, tokens: int) -> Evicted:
         """Whole pages, so that more than was asked for may stay."""
@@ -174,7 +187,7 @@ class Pages:
         self.key, self.value = self.key.to(device, dtype), self.value.to(device, dtype)
         self.norms = self.norms.to(device)
         if changed:
-            self.norms = key_bounds(self.key, self.page).norms
+            self.norms = key_bounds(self.key, self.page).norms[:, :, 0]
         self.positions = None if self.positions is None else self.positions.to(device)
         self._table = self._table.to(device)
 
