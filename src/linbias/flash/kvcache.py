@@ -124,8 +124,7 @@ class CallersCache:
         return self.key[rows, :slots], self.value[rows, :slots], None
 
     def tokens(self) -> tuple[tuple[Tokens, Tokens], Tensor | None, Tensor]:
-        """Both sides of the call, (B,) how many keys each has, and (b, T), the rows of the queries counted from the
-        first key."""
+        """Both sides, (B,) how many keys each sequence has, and (b, T), the rows of the queries from key 0 on."""
         device = self.key.device
         used = self._slots if self.lengths is None else self.lengths
         steps = torch.arange(-self.queries, 0, device=device)[None]
