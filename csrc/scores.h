@@ -30,7 +30,7 @@ struct KeyTile {
 
   void begin(const Call& call, const RowTile<C>& rows, const KeySpan& summary, int64_t index) {
     first = index * kTile;
-    count = int(lesser<int64_t>(kTile, call.S - first));
+    count = int(lesser<int64_t>(kTile, call.keys(rows.b) - first));
     span = &summary;
     ready = false;
     // |position - origin| of rows and keys together within the mantissa: every difference is an exact integer.
@@ -275,8 +275,8 @@ class Scores {
     spare_.reset(kTile * greater(shared.key_width, shared.value_width));
     // Keys that only dot products read need no padding, so that more of them are used in place.
     const int64_t key_row = key_packings & as_panels ? shared.key_width : call_->D;
-    key_cache_.reset(shared.codec, call_->key, call_->S, call_->D, key_row, slots, key_packings);
-    value_cache_.reset(shared.codec, call_->value, call_->S, call_->V, shared.value_width, slots, value_packings);
+    key_cache_.reset(*call_, shared.codec, call_->key, call_->D, key_row, slots, key_packings);
+    value_cache_.reset(*call_, shared.codec, call_->value, call_->V, shared.value_width, slots, value_packings);
   }
 
   void begin_rows(int64_t b, int64_t g, int64_t tile) {
