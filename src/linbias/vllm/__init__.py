@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """linbias in vLLM on CPUs (extra ``vllm``): ALiBi attention that reads pages where they lie, and MPT.
 
-vLLM loads `register` by its entry point. From then on the layers with ALiBi slopes of any model attend here, with bounds
-of the keys kept a page, so that a step reads what its heads can see; all other layers stay vLLM's.
-See docs/how-to/vllm.md.
+vLLM loads `register` by its entry point. From then on the layers with ALiBi slopes of any model attend here, with
+bounds of the keys kept a page, so that a step reads what its heads can see; all other layers stay vLLM's. See
+docs/how-to/vllm.md.
 """
 
 

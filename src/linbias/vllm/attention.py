@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of vLLM's layers with ALiBi slopes, on its own paged cache.
 
-A step brings queries of several sequences, one after the other, each the newest tokens of its sequence; their keys were
-just written to pages. Neighbours with equally many queries are one call, so decoding is one call and a chunk of a prompt
-one of its own. Beside the pages each layer keeps the largest norm of their keys: what no head can see is not read.
+A step brings queries of several sequences, one after the other, each the newest tokens of its sequence; their keys
+were just written to pages. Neighbours with equally many queries are one call, so decoding is one call and a chunk of a
+prompt one of its own. Beside the pages each layer keeps the largest norm of their keys: what no head can see is not
+read.
 """
 
 from itertools import groupby

@@ -51,7 +51,7 @@ def options_of(config: PreTrainedConfig) -> Mapping[str, Any]:
     given = config.to_dict()
     options = given | dict(given.get("attn_config") or {})
     if not options.get("alibi"):
-        raise ValueError("attn_config.alibi must be True, got False: this MPT has learned positions; linbias serves ALiBi")
+        raise ValueError("attn_config.alibi must be True, got False: this MPT learned positions, which linbias has not")
     for name, plain in _PLAIN.items():
         if options.get(name) not in plain:
             raise ValueError(
@@ -202,6 +202,6 @@ class MPTForCausalLM(nn.Module, SupportsPP):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """By their published names."""
-        skipped = ["lm_head."]  # some folders hold a copy of the embeddings
-        return AutoWeightsLoader(self, skip_prefixes=skipped).load_weights(weights)
+        """By their published names; some folders hold a copy of the embeddings, which goes unused."""
+        own = ((name, weight) for name, weight in weights if name != "lm_head.weight")
+        return AutoWeightsLoader(self).load_weights(own)
