@@ -28,7 +28,7 @@ def storage(request: pytest.FixtureRequest) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("backend", [*backends.available(), "auto"])
-def test_c2_prefill_then_steps_equal_one_pass(storage, backend):
+def test_prefill_then_steps_equal_one_pass(storage, backend):
     query, key, value = make(23)
     try:
         actual = run(KVCache(**storage), query, key, value, alibi_slopes(6), backend=backend)
@@ -64,7 +64,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("side", MASKS)
-def test_b2_b3_padding_on_any_side_never_shows(storage, side):
+def test_padding_on_any_side_never_shows(storage, side):
     """Each sequence as if it were alone, although its padding is NaN and infinite."""
     mask = torch.tensor(MASKS[side], dtype=torch.bool)
     slopes = alibi_slopes(6)
@@ -133,7 +133,7 @@ def test_given_positions_jump_repeat_and_continue(storage):
     assert_equals_full(actual, query, key, value, alibi_slopes(6), query_positions=places, key_positions=places)
 
 
-def test_i4_shifting_all_positions_changes_nothing(storage):
+def test_shifting_all_positions_changes_nothing(storage):
     query, key, value = make(8)
     outputs = []
     for shift in (0, -100):
@@ -292,7 +292,7 @@ def test_growing_copies_each_token_a_few_times_at_most():
     assert cache.nbytes <= 1.6 * 500 * 4 * 4
 
 
-def test_c12_garbage_in_a_static_cache_has_no_effect():
+def test_garbage_in_a_static_cache_has_no_effect():
     """Slots 6 to 15 hold NaN; nothing ever moves; and more than its capacity is refused."""
     query, key, value = make(16)
     cache, slopes = KVCache(capacity=16), alibi_slopes(6)
@@ -308,7 +308,7 @@ def test_c12_garbage_in_a_static_cache_has_no_effect():
 
 
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
-def test_c12_a_compiled_step_is_compiled_once(backend):
+def test_a_compiled_step_is_compiled_once(backend):
     query, key, value = make(16)
     cache, slopes, graphs = KVCache(capacity=16), alibi_slopes(6), []
     cache.append(key[:, :, :6], value[:, :, :6])

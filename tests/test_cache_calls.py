@@ -30,14 +30,14 @@ def storage(request: pytest.FixtureRequest) -> dict[str, int]:
     return STORAGES[request.param]
 
 
-def test_c1_one_query_sees_the_bias_over_the_keys(storage):
+def test_one_query_sees_the_bias_over_the_keys(storage):
     """Not the bias over the query's own length, which would be 0 and the weights uniform."""
     found = weights(one_hot(5, **storage), alibi_slopes(2))
     assert_weights(found[0, 0], [0.1758119, 0.1871507, 0.1992209, 0.2120696, 0.2257469])
     torch.testing.assert_close(found[1, 0, [0, 4]], torch.tensor([0.1984406, 0.2015655]), atol=5e-7, rtol=0)
 
 
-def test_c4_caches_share_nothing_between_shapes_or_objects(storage):
+def test_caches_share_nothing_between_shapes_or_objects(storage):
     """Lengths that come and go, and two caches with 4 and 8 heads in turn."""
     for tokens, keys in ((5, 5), (5, 6), (3, 3), (1, 9), (8, 8)):
         inputs = {heads: make(keys, heads=heads, kv_heads=3 if heads == 6 else 2) for heads in (4, 6)}
@@ -49,13 +49,13 @@ def test_c4_caches_share_nothing_between_shapes_or_objects(storage):
             assert_equals_full(actual, query, key, value, alibi_slopes(heads))
 
 
-def test_c5_queries_align_with_the_last_keys(storage):
+def test_queries_align_with_the_last_keys(storage):
     cache = one_hot(6, **storage)
     assert (weights(cache, HALF)[0, 0] > 0).all()
     assert ((weights(cache, HALF, rows=2)[0] > 0).sum(1)).tolist() == [5, 6]
 
 
-def test_c6_the_newest_key_has_no_bias():
+def test_the_newest_key_has_no_bias():
     """The log-sum-exp is that of a bias of 0 at the own position; and decode in fp16 equals prefill in fp16."""
     cache = one_hot(3)
     _, aux = cache.attend(torch.zeros(1, 1, 1, 2), HALF, return_aux=True)
@@ -69,7 +69,7 @@ def test_c6_the_newest_key_has_no_bias():
 
 
 @pytest.mark.parametrize("backend", [*backends.available(), "auto"])
-def test_c8_f4_every_path_applies_the_slopes_or_refuses(storage, backend):
+def test_every_path_applies_the_slopes_or_refuses(storage, backend):
     query, key, value = make(12)
     cache = KVCache(**storage)
     try:
@@ -82,7 +82,7 @@ def test_c8_f4_every_path_applies_the_slopes_or_refuses(storage, backend):
         pytest.skip(str(reason))
 
 
-def test_f1_any_length_works_after_any_other(storage):
+def test_any_length_works_after_any_other(storage):
     cache = KVCache(**storage)
     for tokens in (16, 17, 1):
         query, key, value = make(tokens)
@@ -92,7 +92,7 @@ def test_f1_any_length_works_after_any_other(storage):
         )
 
 
-def test_f2_slopes_by_sequence_and_wrong_ones_refused(storage):
+def test_slopes_by_sequence_and_wrong_ones_refused(storage):
     query, key, value = make(9)
     cache = KVCache(**storage)
     cache.append(key, value)

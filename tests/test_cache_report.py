@@ -19,7 +19,7 @@ def test_report_counts_what_each_head_can_see():
     assert lines[3].split()[2:5] == ["inf", "100", "100.0%"]
 
 
-def test_i3_the_weight_of_a_sink_fades_with_its_distance():
+def test_the_weight_of_a_sink_fades_with_its_distance():
     """e^(-m T), for a steep head over the normaliser 1 / (1 - e^-m) of the keys before it."""
     report = one_hot(41).report(torch.tensor([0.5, 0.25]))
     expected = [torch.tensor(-m * 40.0).exp() * (1 - torch.tensor(-m).exp()) for m in (0.5, 0.25)]

@@ -78,7 +78,7 @@ def test_signatures_are_flash_attns(name):
 @pytest.mark.parametrize("options", CALLS, ids=str)
 @pytest.mark.parametrize(("queries", "keys"), [(9, 9), (3, 11), (11, 3)])
 def test_output_and_lse_mean_what_flash_attns_do(queries, keys, options):
-    """D9: the key form where the kernel has it, the relative form elsewhere, +inf in rows that see nothing."""
+    """The key form where the kernel has it, the relative form elsewhere, +inf in rows that see nothing."""
     q, k, v = make(queries, keys)
     slopes = torch.stack([alibi_slopes(6), alibi_slopes(6, rule="geometric")])
     out, lse, dmask = flash.flash_attn_func(q, k, v, alibi_slopes=slopes, return_attn_probs=True, **options)
@@ -88,7 +88,7 @@ def test_output_and_lse_mean_what_flash_attns_do(queries, keys, options):
     assert torch.equal(flash.flash_attn_func(q, k, v, alibi_slopes=slopes, **options), out)
 
 
-def test_d9_the_key_form_is_slope_times_row_above_the_relative_one():
+def test_the_key_form_is_slope_times_row_above_the_relative_one():
     """Flat scores, slope 0.5, row 3: 2.2873387 with flash-attn's causal kernel, 0.7873387 with its windowed one."""
     q = torch.zeros(1, 4, 1, 8)
     half = torch.tensor([0.5])
@@ -105,7 +105,7 @@ def test_without_slopes_it_is_plain_attention():
     torch.testing.assert_close(flash.flash_attn_func(q, k, v, causal=True).transpose(1, 2), expected)
 
 
-def test_f6_the_same_with_and_without_the_flash_door_in_fp16():
+def test_the_same_with_and_without_the_flash_door_in_fp16():
     q, k, v = (torch.randn(2, 55, 4, 32).half() for _ in range(3))
     by_flash = flash.flash_attn_func(q, k, v, causal=True, alibi_slopes=alibi_slopes(4))
     direct = alibi_attention(*(t.transpose(1, 2) for t in (q, k, v)), alibi_slopes(4), causal=True)
@@ -114,7 +114,7 @@ def test_f6_the_same_with_and_without_the_flash_door_in_fp16():
     assert (by_flash - none).abs().max() > 1e-2
 
 
-def test_f2_slopes_of_wrong_shape_or_dtype_are_refused():
+def test_slopes_of_wrong_shape_or_dtype_are_refused():
     q, k, v = make(4, 4)
     for wrong in (torch.ones(3), torch.ones(6, 1), torch.ones(3, 6), torch.ones(2)):
         with pytest.raises(ValueError, match=r"alibi_slopes must have shape \(6,\), \(1, 6\) or \(2, 6\)"):
@@ -123,7 +123,7 @@ def test_f2_slopes_of_wrong_shape_or_dtype_are_refused():
         flash.flash_attn_func(q, k, v, alibi_slopes=torch.ones(6, dtype=torch.float16))
 
 
-def test_f7_heads_and_tokens_swapped_are_refused():
+def test_heads_and_tokens_swapped_are_refused():
     """The other layout: H = 8 heads before T = 77 tokens."""
     q, k = torch.zeros(1, 8, 77, 16), torch.zeros(1, 8, 78, 16)
     with pytest.raises(ValueError, match=r"q must have a positive multiple of k's heads.*\(batch, tokens, heads"):
@@ -186,7 +186,7 @@ def test_varlen_reads_pages():
         flash.flash_attn_varlen_func(q, *pools, *starts, 4, 9, **call, block_table=table[:, :2])
 
 
-def test_c8_every_path_applies_the_slopes():
+def test_every_path_applies_the_slopes():
     q, k, v = make(6, 6)
     starts = torch.tensor([0, 6])
     calls = (

@@ -19,7 +19,7 @@ from tests.caching import (
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-def test_b10_lengths_5_and_9_in_blocks_of_4():
+def test_lengths_5_and_9_in_blocks_of_4():
     """The weight of each key is that of its distance from its own sequence's last token; unused slots have none."""
     mask = torch.tensor([[1] * 5 + [0] * 4, [1] * 9], dtype=torch.bool)
     cache = KVCache(page_size=4)
@@ -190,7 +190,7 @@ def test_nothing_is_left_unread_where_it_would_be_wrong_to():
         ({"tolerance": "x"}, TypeError, "tolerance must be a Python number, got str"),
         ({"scale": "x"}, TypeError, "scale must be a Python number, got str"),
         ({"scale": torch.nan}, ValueError, "scale must be finite"),
-        ({"softcap": 0.0}, ValueError, "softcap must be a positive"),
+        ({"softcap": 0.0}, ValueError, "softcap must be positive"),
     ],
 )
 def test_options_are_checked_as_given(options, error, words):

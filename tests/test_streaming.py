@@ -39,7 +39,7 @@ def test_evicting_and_going_on_equals_the_window_over_the_whole_text(storage, le
     assert set(needed) <= set(kept) and kept == sorted(kept)
 
 
-def test_i1_the_window_is_inclusive(storage):
+def test_the_window_is_inclusive(storage):
     """left=2 keeps three keys, left=0 only the query's own, and a wide one is none."""
     half = torch.tensor([0.5])
     for tokens, window, expected in (
@@ -158,7 +158,7 @@ def test_the_aux_of_capped_distances_covers_sinks_and_window(rows):
     torch.testing.assert_close(lse.double(), (-0.5 * distances).logsumexp(0).expand(1, 1, rows), atol=1e-6, rtol=0)
 
 
-def test_i3_sinks_fade_in_the_text_and_stay_in_the_cache():
+def test_sinks_fade_in_the_text_and_stay_in_the_cache():
     """Slope 0.5, window of 9: after 100 tokens e^(-0.5 * 99) is left of the first, and e^(-0.5 * 10) in the cache."""
     for distance, far in (("text", 99), ("cache", 10)):
         cache = one_hot(100, window=(9, 0), sinks=1, distance=distance)

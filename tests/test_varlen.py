@@ -237,7 +237,7 @@ def test_boundaries_that_do_not_fit_are_refused_by_name(slopes, ends):
 @every_backend
 @pytest.mark.parametrize("sequences", [0, 1, 2])
 def test_sequences_without_queries_give_rows_of_zero(backend, sequences):
-    """AT11: slopes by sequence, and every row is beyond the last boundary."""
+    """Slopes by sequence, and every row is beyond the last boundary."""
     query, key = torch.randn(3, 2, 4, requires_grad=True), torch.randn(5, 2, 4)
     ends = torch.zeros(sequences + 1, dtype=torch.int32), torch.linspace(0, 4 if sequences else 0, sequences + 1).int()
     slopes = torch.rand(sequences, 2)

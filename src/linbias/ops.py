@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ordered
-from .backends import Backend, select
+from .backends import Backend, ordered, select
 from .errors import BackendUnavailable
 from .semantics.checks import PLAIN_TENSORS, autocast_enabled, unwatched
 from .semantics.pages import spelled_out

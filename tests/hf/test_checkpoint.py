@@ -76,7 +76,7 @@ def test_gradients_through_blocks(kind: str):
         torch.testing.assert_close(gradient, plain[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_a8_the_largest_bias_is_honoured_here_too():
+def test_the_largest_bias_is_honoured_here_too():
     model, ids, found = make("mpt", layers=2, attn_config={"alibi_bias_max": 16}), tokens(2, 13), {}
     for fidelity in ("exact", "checkpoint"):
         with linbias.patch(model, fidelity=fidelity):
@@ -142,8 +142,8 @@ def _logits(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 @every_kind
-def test_d5_rounding_of_the_original_is_reproduced(kind: str):
-    """D5: 700 tokens in bfloat16, where far keys tie in BLOOM and Falcon; and only in this fidelity."""
+def test_rounding_of_the_original_is_reproduced(kind: str):
+    """700 tokens in bfloat16, where far keys tie in BLOOM and Falcon; and only in this fidelity."""
     model, ids = make(kind, layers=1).bfloat16(), tokens(1, 700)
     model.config.max_seq_len = 700  # where MPT's bias ends; the others do not read it
     plain = logits(model, ids, None)
@@ -174,7 +174,7 @@ def test_cached_steps(kind: str):
 
 @every_kind
 def test_padding_that_sees_nothing_is_zero(kind: str):
-    """B5: half precision makes such a row NaN in the original (finfo.min plus a negative score overflows)."""
+    """Half precision makes such a row NaN in the original (finfo.min plus a negative score overflows)."""
     model, ids, mask = make(kind, layers=2).half(), tokens(2, 9), lengths_mask(9, 5)
     linbias.patch(model, fidelity="checkpoint")
     with torch.no_grad():
@@ -193,7 +193,7 @@ def test_original_gelu_is_kept():
 
 
 @every_family
-def test_mo6_second_derivatives_as_the_error_says(kind: str):
+def test_second_derivatives_as_the_error_says(kind: str):
     """The exact formula has none, and its error names what a patched model can be asked for."""
     model, ids = make(kind, layers=1), tokens(1, 7)
 

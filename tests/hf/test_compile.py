@@ -26,7 +26,7 @@ def fresh() -> None:
 @pytest.mark.parametrize("fidelity", ["exact", pytest.param("checkpoint", marks=[slow, of_torch])])
 @one_quick
 def test_compiled_once_for_any_length(kind: str, fidelity: Any):
-    """G3: at most two compilations for four lengths; fullgraph, so a graph break is an error."""
+    """At most two compilations for four lengths; fullgraph, so a graph break is an error."""
     model = make(kind, layers=1)
     linbias.patch(model, fidelity=fidelity)
     count = CompileCounter()
@@ -58,8 +58,8 @@ def test_compiled_training(kind: str):
 
 
 @one_quick
-def test_c12_no_recompile_between_steps(kind: str):
-    """C12: steps on a static cache are one program, whose positions are data."""
+def test_no_recompile_between_steps(kind: str):
+    """Steps on a static cache are one program, whose positions are data."""
     model, ids = make(kind, layers=1), tokens(2, 16)
     linbias.patch(model)
     count = CompileCounter()
@@ -107,8 +107,8 @@ def test_inductor(kind: str):
 
 
 @every_family
-def test_g11_functional_call_and_vmap(kind: str):
-    """G11: several sets of weights at once."""
+def test_functional_call_and_vmap(kind: str):
+    """Several sets of weights at once."""
     model, ids = make(kind, layers=1), tokens(2, 9)
     linbias.patch(model)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -22,8 +22,8 @@ def logits(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) 
 
 
 class TestFalcon:
-    def test_g1_f9_eager_adds_the_bias_twice(self):
-        """G1: eager and sdpa disagree; F9: asking for attentions changes the output."""
+    def test_eager_adds_the_bias_twice(self):
+        """Eager and sdpa disagree; asking for attentions changes the output."""
         model, ids = make("falcon", heads=4), tokens(2, 13)
         right = logits(model, ids)
         assert largest_error(logits(model, ids, output_attentions=True), right) > 0.1
@@ -34,7 +34,7 @@ class TestFalcon:
             torch.testing.assert_close(logits(model, ids, **options), right, atol=1e-5, rtol=0)
 
     def test_slope_times_position_in_bfloat16(self):
-        """D5: in a float32 model too; 1.5 logits off at a thousand tokens for slope 1/2."""
+        """In a float32 model too; 1.5 logits off at a thousand tokens for slope 1/2."""
         modeling = transformers.models.falcon.modeling_falcon
         row = modeling.build_alibi_tensor(torch.ones(1, 1000, dtype=torch.int64), 8, torch.float32)[0, 0]
         assert row.dtype == torch.float32
@@ -50,7 +50,7 @@ class TestFalcon:
         linbias.patch(model)
         assert largest_error(logits(model, ids), exact) < 1e-4
 
-    def test_c12_generation_with_a_static_cache_fails(self):
+    def test_generation_with_a_static_cache_fails(self):
         model, ids, mask = make("falcon"), tokens(2, 9), lengths_mask(9, 5)
         options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
         expected = generate(model, ids, **options)
@@ -59,7 +59,7 @@ class TestFalcon:
         linbias.patch(model)
         assert torch.equal(generate(model, ids, cache_implementation="static", **options), expected)
 
-    def test_g2_flash_attention_refuses_alibi(self):
+    def test_flash_attention_refuses_alibi(self):
         modeling = transformers.models.falcon.modeling_falcon
         model, ids = make("falcon"), tokens(2, 9)
         right = logits(model, ids)
@@ -75,8 +75,8 @@ class TestFalcon:
 
 
 class TestMpt:
-    def test_a8_alibi_bias_max_is_ignored(self):
-        """A8: StoryWriter-65k was trained with 16."""
+    def test_alibi_bias_max_is_ignored(self):
+        """StoryWriter-65k was trained with 16."""
         model, ids = make("mpt"), tokens(2, 13)
         steep = make("mpt", attn_config={"alibi_bias_max": 16})
         steep.load_state_dict(model.state_dict())
@@ -87,7 +87,7 @@ class TestMpt:
         assert largest_error(logits(steep, ids), exact) < 1e-5
         assert largest_error(logits(steep, ids), logits(model, ids)) > 0.1
 
-    def test_f1_fails_beyond_max_seq_len(self):
+    def test_fails_beyond_max_seq_len(self):
         model, ids = make("mpt"), tokens(1, 65)
         with pytest.raises(RuntimeError, match="size of tensor"):
             logits(model, ids)
@@ -116,8 +116,8 @@ class TestMpt:
 
 
 class TestBloom:
-    def test_d1_bfloat16_bias_ties(self):
-        """D1: the last eight of 4,096 keys get one bias, though half a logit lies between neighbours."""
+    def test_bfloat16_bias_ties(self):
+        """The last eight of 4,096 keys get one bias, though half a logit lies between neighbours."""
         modeling = transformers.models.bloom.modeling_bloom
         rows = modeling.build_alibi_tensor(torch.ones(1, 4096, dtype=torch.int64), 8, torch.bfloat16)[:, 0]
         assert rows[0, -8:].unique().tolist() == [2048.0]
@@ -135,7 +135,7 @@ class TestBloom:
         linbias.patch(model)
         torch.testing.assert_close(logits(model, ids, mask), right, atol=1e-5, rtol=0)
 
-    def test_trap_9_a_custom_attention_name_drops_the_causal_mask(self):
+    def test_a_custom_attention_name_drops_the_causal_mask(self):
         """Also one that came in with the configuration: it is accepted, and never called."""
         model, ids = make("bloom"), tokens(1, 9)
         model.config._attn_implementation = "mine"
@@ -152,8 +152,8 @@ def _relative(heads: int, length: int) -> Tensor:
 
 
 @every_family
-def test_b2_contents_of_padding_leak(kind: str):
-    """B2: 0 * NaN is NaN, so one bad number under the padding spoils the text; here nobody ever reads it."""
+def test_contents_of_padding_leak(kind: str):
+    """0 * NaN is NaN, so one bad number under the padding spoils the text; here nobody ever reads it."""
     model, mask = make(kind, layers=2), lengths_mask(9, 5)
     embedded = torch.randn(2, 9, 48)
     spoiled = embedded.masked_fill(mask[..., None] == 0, math.nan)

@@ -61,7 +61,7 @@ def test_ragged_prompts(kind: str, strategy: str):
 
 @pytest.mark.parametrize("strategy", ["greedy", "beams", "several"])
 @every_kind
-def test_c12_static_cache(kind: str, strategy: str):
+def test_static_cache(kind: str, strategy: str):
     model, ids, mask = make(kind, layers=2), tokens(3, 9), lengths_mask(9, 4, 7)
     expected = run(model, ids, mask, **STRATEGIES[strategy])
     linbias.patch(model)
@@ -129,7 +129,7 @@ class TestEndless:
     @pytest.mark.parametrize("sinks", [0, 2])
     @every_kind
     def test_window_is_a_mask_over_the_text(self, kind: str, sinks: int):
-        """I1: left = 6 keeps seven keys. One layer, so that nothing older comes in through other tokens."""
+        """Left = 6 keeps seven keys. One layer, so that nothing older comes in through other tokens."""
         model, ids = make(kind, layers=1), tokens(2, 40)
         linbias.patch(model)
         distance = torch.arange(40)[:, None] - torch.arange(40)
@@ -158,7 +158,6 @@ class TestEndless:
         assert all(int(layer.store.lengths.max()) <= 2 + 15 + 64 for layer in cache.layers)
 
     def test_window_at_least_as_long_as_the_text_is_no_window(self):
-        """I1."""
         model, ids = make("mpt", layers=2), tokens(2, 9)
         linbias.patch(model)
         expected = run(model, ids, do_sample=False)
@@ -280,7 +279,7 @@ class TestUseCache:
     @pytest.mark.skipif(CACHE != "cache", reason="before transformers 5.24 blocks drop the cache")
     @pytest.mark.parametrize("fidelity", ["exact", "checkpoint"])
     @every_family
-    def test_mo2_generation_while_training(self, kind: str, fidelity: Any):
+    def test_generation_while_training(self, kind: str, fidelity: Any):
         """As loops do that train on what they generate: the text, and the cache, of evaluation mode."""
         model, ids, mask = make(kind, layers=2), tokens(2, 9), lengths_mask(9, 6)
         linbias.patch(model, fidelity=fidelity)
@@ -295,7 +294,7 @@ class TestUseCache:
 
 
 @every_family
-def test_mo8_the_paged_cache_is_named(kind: str):
+def test_the_paged_cache_is_named(kind: str):
     """What generate_batch hands in is no transformers cache of layers; use_cache has nothing to do with it."""
     paged = type("PagedAttentionCache", (), {})()
     model, ids = make(kind, layers=1), tokens(1, 5)

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="transformers is missing: pip install
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux holds a process to its address space")
 def test_a_document_of_16384_tokens_in_3_gigabytes():
-    """E1, E7: patched it goes through, unpatched it does not."""
+    """Patched it goes through, unpatched it does not."""
     command = [sys.executable, "-m", "benchmarks.long_document", "--width", "256"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout + done.stderr

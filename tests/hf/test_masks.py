@@ -63,7 +63,7 @@ class TestRead:
         assert masked.queries.position.tolist() == [[3, 4], [2, 3]]
 
     def test_values_are_not_read_where_that_would_wait(self):
-        """E4, G3: on a device, and while a program is recorded, a mask stays a mask, and may number documents."""
+        """On a device, and while a program is recorded, a mask stays a mask, and may number documents."""
         mask, hidden = torch.ones(2, 5, device="meta"), torch.zeros(2, 5, 8, device="meta")
         found = read_mask(mask, None, hidden, torch.ones(3, device="meta"), causal=True, counted=True).keys
         assert found.real is not None and found.real.is_meta
@@ -154,8 +154,8 @@ class TestModels:
         torch.testing.assert_close(flat, left_out, atol=2e-5, rtol=0)
 
     @every_family
-    def test_f4_later_keys_that_a_mask_shows_weigh_less_the_farther(self, kind: str):
-        """H1: the original's key bias would reward the future; a prefix that sees itself must not tell its order."""
+    def test_later_keys_that_a_mask_shows_weigh_less_the_farther(self, kind: str):
+        """The original's key bias would reward the future; a prefix that sees itself must not tell its order."""
         model, ids = make(kind, layers=1), tokens(1, 7)
         linbias.patch(model)
         everything = torch.ones(1, 1, 7, 7, dtype=torch.bool)
@@ -189,8 +189,8 @@ class TestModels:
                 second = model(ids[:, 6:], attention_mask=mask, use_cache=True, **{CACHE: store(first)})
                 torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), whole, atol=2e-5, rtol=0)
 
-    def test_b8_falcon_packs_by_position_ids(self):
-        """B8: two texts in one row, as transformers' padding-free collator sends them; unpatched since 5.24 only."""
+    def test_falcon_packs_by_position_ids(self):
+        """Two texts in one row, as transformers' padding-free collator sends them; unpatched since 5.24 only."""
         model, ids = make("falcon", layers=2), tokens(1, 9)
         position_ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
         with torch.no_grad():
@@ -207,7 +207,7 @@ class TestModels:
         assert_within_budget(packed, torch.cat(exact, 1), torch.cat(alone, 1), "packed")
 
     def test_unfilled_slots_may_hold_anything(self):
-        """C12: NaN beyond what a static cache has filled."""
+        """NaN beyond what a static cache has filled."""
         model, ids, mask = make("bloom", layers=2), tokens(2, 6), lengths_mask(6, 4)
         linbias.patch(model)
         cache = transformers.StaticCache(config=model.config, max_cache_len=16)

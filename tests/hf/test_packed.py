@@ -58,7 +58,7 @@ every_fidelity = pytest.mark.parametrize("fidelity", ["exact", "checkpoint"])
 @every_way
 @every_fidelity
 @every_kind
-def test_mo3_mo4_documents_of_their_own(kind: str, fidelity: Any, way: dict[str, Any]):
+def test_documents_of_their_own(kind: str, fidelity: Any, way: dict[str, Any]):
     """Through the language model and through the base model alone."""
     model, ids = make(kind, layers=2), tokens(1, 13)
     linbias.patch(model, fidelity=fidelity)
@@ -70,7 +70,7 @@ def test_mo3_mo4_documents_of_their_own(kind: str, fidelity: Any, way: dict[str,
 
 @pytest.mark.parametrize("head", [head for head in HEADS if head not in ("lm", "sequence")])
 @every_family
-def test_mo3_every_head(kind: str, head: str):
+def test_every_head(kind: str, head: str):
     model, ids = make(kind, head, layers=1), tokens(1, 13)
     linbias.patch(model)
     with torch.no_grad():
@@ -81,7 +81,7 @@ def test_mo3_every_head(kind: str, head: str):
 
 @every_fidelity
 @every_family
-def test_mo3_a_training_step(kind: str, fidelity: Any):
+def test_a_training_step(kind: str, fidelity: Any):
     """As DataCollatorWithFlattening packs it: the loss and the gradients of the texts one by one."""
     model, parts = make(kind, layers=2), [{"input_ids": tokens(1, size)[0].tolist()} for size in SIZES]
     collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
@@ -181,7 +181,7 @@ def test_masks_that_say_nothing_clear(kind: str):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @every_fidelity
 @every_family
-def test_mo5_floats_of_two_dimensions_are_read_as_those_of_four(kind: str, fidelity: Any, dtype: Any, hidden: float):
+def test_floats_of_two_dimensions_are_read_as_those_of_four(kind: str, fidelity: Any, dtype: Any, hidden: float):
     model, ids, mask = make(kind, layers=2), tokens(2, 9), lengths_mask(9, 6)
     floats = torch.zeros(2, 9).masked_fill(mask == 0, hidden).to(dtype)
     linbias.patch(model, fidelity=fidelity)

@@ -152,8 +152,8 @@ class TestSurvival:
             assert torch.equal(plain(ids).logits, model(ids).logits)
         assert loaded.config.architectures == [type(plain).__name__]
 
-    def test_a8_the_largest_bias_comes_back_from_a_file(self, tmp_path: Path):
-        """A8: a checkpoint trained with 16 must not fall back to 8."""
+    def test_the_largest_bias_comes_back_from_a_file(self, tmp_path: Path):
+        """A checkpoint trained with 16 must not fall back to 8."""
         model, ids = make("mpt", layers=1, attn_config={"alibi_bias_max": 16}), tokens(2, 9)
         linbias.patch(model)
         model.save_pretrained(tmp_path)
@@ -178,7 +178,7 @@ class TestSurvival:
 
     @every_family
     def test_dtypes(self, kind: str):
-        """D2: slopes come from their rule, so that no cast can round them."""
+        """Slopes come from their rule, so that no cast can round them."""
         model = make(kind)
         linbias.patch(model)
         slopes = base(model).alibi_slopes()
@@ -189,7 +189,7 @@ class TestSurvival:
 
     @every_kind
     def test_meta_device_loading(self, kind: str):
-        """D2, F10: patched before there are weights, or after; no tensor of ours is left behind on meta."""
+        """Patched before there are weights, or after; no tensor of ours is left behind on meta."""
         real = make(kind, layers=2)
         with torch.device("meta"):
             empty = type(real)(real.config).eval()
@@ -205,7 +205,7 @@ class TestSurvival:
             assert torch.equal(empty(ids).logits, real(ids).logits)
 
     def test_a_default_device(self):
-        """F10: slopes do not follow torch's default device away from the model."""
+        """Slopes do not follow torch's default device away from the model."""
         model, ids = make("bloom"), tokens(2, 9)
         linbias.patch(model)
         with torch.device("meta"):
@@ -276,7 +276,7 @@ class TestAccelerate:
         assert expected[2] < expected[0]
 
     @every_family
-    def test_mo10_prepared_before_it_is_patched(self, kind: str):
+    def test_prepared_before_it_is_patched(self, kind: str):
         """accelerate wraps the forward of the outermost model, which a patch leaves as it is: in every family."""
         accelerate = pytest.importorskip("accelerate", reason="accelerate is missing: pip install accelerate")
         model, ids = make(kind, layers=1), tokens(1, 12)
@@ -299,11 +299,11 @@ class TestAccelerate:
 
 
 class TestBuiltAnew:
-    """MO9: classes of a patched model, instantiated: transformers' own, and whole."""
+    """Classes of a patched model, instantiated: transformers' own, and whole."""
 
     @pytest.mark.parametrize("head", HEADS)
     @every_family
-    def test_mo9_from_pretrained_and_from_a_configuration(self, kind: str, head: str, tmp_path: Path):
+    def test_from_pretrained_and_from_a_configuration(self, kind: str, head: str, tmp_path: Path):
         model, ids = make(kind, head, layers=1), tokens(1, 9)
         plain = classes(model)
         with torch.no_grad():
@@ -322,7 +322,7 @@ class TestBuiltAnew:
 class TestRefusals:
     @pytest.mark.parametrize("model", [nn.Linear(2, 3), nn.TransformerEncoderLayer(8, 2)], ids=["linear", "encoder"])
     def test_nothing_to_patch(self, model: nn.Module):
-        """F5: 'no effect' is an error."""
+        """No effect is an error."""
         with pytest.raises(ValueError, match="nothing to patch in this .*; supported are BLOOM"):
             linbias.patch(model)
 

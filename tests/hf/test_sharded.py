@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed precision that casts what modules are given (MO1): slopes and positions keep their digits, and models train."""
+"""Mixed precision that casts what modules are given: slopes and positions keep their digits, and models train."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -43,7 +43,7 @@ def shard(model: Any, kind: str, *, root: bool) -> Any:
 @pytest.mark.parametrize("root", [False, True], ids=["blocks", "all"])
 @pytest.mark.parametrize("fidelity", ["exact", "checkpoint"])
 @every_family
-def test_mo1_fsdp2_in_bfloat16(kind: str, fidelity: Any, root: bool, recomputed: bool):
+def test_fsdp2_in_bfloat16(kind: str, fidelity: Any, root: bool, recomputed: bool):
     """The loss of the unsharded float32 model, and a gradient for every parameter."""
     model, ids, mask = make(kind, layers=2), tokens(2, 13), lengths_mask(13, 8)
     linbias.patch(model, fidelity=fidelity)
@@ -68,7 +68,7 @@ def cast_all(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 @every_family
-def test_mo1_inputs_cast_by_any_hook(kind: str):
+def test_inputs_cast_by_any_hook(kind: str):
     """Slopes that no half type holds: one cast of them would show at once."""
     model, ids = make(kind, layers=1, heads=6).bfloat16(), tokens(1, 300)
     linbias.patch(model)
@@ -79,7 +79,7 @@ def test_mo1_inputs_cast_by_any_hook(kind: str):
         assert torch.equal(model(ids).logits, expected)
 
 
-def test_mo1_a_mask_is_one_leaf():
+def test_a_mask_is_one_leaf():
     """And nothing that FSDP1 looks into: it knows dataclasses, too."""
     mask = read_mask(None, None, torch.zeros(1, 5, 8), torch.ones(3), causal=True, counted=True)
     assert _pytree.tree_leaves(mask) == [mask] and not hasattr(mask, "__dataclass_fields__")

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch._functorch import config as functorch
 
 from linbias import alibi_attention, alibi_attention_varlen, alibi_slopes
 from linbias.semantics.dropout import draw_seed, keep_mask, philox4x32, threshold
@@ -124,3 +125,17 @@ def test_varlen_counts_indices_through_the_call():
     same = torch.tensor([0, 0, 0, 1, 1, 1, 1])
     share = (same[:, None] == same) * (2 / torch.tensor([3, 3, 3, 4, 4, 4, 4]))[:, None]
     torch.testing.assert_close(out.transpose(0, 1), kept * share)
+
+
+def test_no_mask_is_drawn_anew_in_a_compiled_backward():
+    query, slopes = torch.randn(1, 2, 5, 4, requires_grad=True), alibi_slopes(2)
+
+    @torch.compile(fullgraph=True)
+    def compiled(query):
+        return alibi_attention(query, query, query, slopes, causal=True, dropout_p=0.5)
+
+    with functorch.patch(activation_memory_budget=0.5):
+        with pytest.raises(RuntimeError, match="dropout_p must be 0 under torch.compile"):
+            compiled(query)
+        with torch.no_grad():
+            compiled(query)  # nothing is drawn twice without a backward

@@ -5,7 +5,6 @@ Only shapes, dtypes and devices are read, never values: a check that reads value
 compiled graphs and cost more than the small calls it guards. The few that need one ask `readable` first.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 METRICS = ("euclidean", "manhattan")
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 """Types of which a tensor is what it seems; a subclass may mean anything."""
+_LARGEST = torch.finfo(torch.float32).max
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -81,8 +81,8 @@ def check_scale(name: str, value: object, default: float) -> float:
     """What multiplies the dot product; None: the default."""
     if value is None:
         return default
-    if not -math.inf < (scale := check_number(name, value)) < math.inf:
-        raise ValueError(f"{name} must be finite, or None for 1 / sqrt(head dim), got {value}")
+    if not -_LARGEST <= (scale := check_number(name, value)) <= _LARGEST:
+        raise ValueError(f"{name} must be finite in float32, or None for 1 / sqrt(head dim), got {value}")
     return scale
 
 
@@ -90,8 +90,8 @@ def check_softcap(value: object) -> float | None:
     """A positive number; None: none."""
     if value is None:
         return None
-    if not 0 < (softcap := check_number("softcap", value)) < math.inf:
-        raise ValueError(f"softcap must be a positive finite number, or None for none, got {value}")
+    if not 0 < (softcap := check_number("softcap", value)) <= _LARGEST:
+        raise ValueError(f"softcap must be positive and finite in float32, or None for none, got {value}")
     return softcap
 
 

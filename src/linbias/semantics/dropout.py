@@ -14,6 +14,7 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -22,7 +23,16 @@ _ROUNDS = 10
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A () int64 seed from torch's generator of that device."""
+    """A () int64 seed from torch's generator of that device.
+
+    Raises: NotImplementedError where torch.compile may draw it once more in backward, which would drop other pairs.
+    """
+    if torch.compiler.is_compiling() and torch.is_grad_enabled() and functorch.activation_memory_budget < 1:
+        raise NotImplementedError(
+            f"dropout_p must be 0 under torch.compile while torch._functorch.config.activation_memory_budget is "
+            f"below 1, got a budget of {functorch.activation_memory_budget}: backward would draw another mask; "
+            f"set the budget to 1, or use torch.utils.checkpoint, which keeps the generator's state"
+        )
     return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong for people who use ALiBi models, one test a report; the others stand beside what they test.
+"""What a patched model computes where people were served something else, one test a report.
 
-Numbers are those of the project's list of cases. "Flat" models have queries and keys of 0, so that a softmax shows bias
-and mask alone.
+"Flat" models have queries and keys of 0, so that a softmax shows bias and mask alone.
 """
 
 import subprocess
@@ -67,24 +66,24 @@ def in_steps(model: Any, ids: Tensor, stops: tuple[int, ...], cache: Any = None)
     return torch.cat(pieces, 1)
 
 
-class TestA:
-    def test_a5_heads_that_are_no_power_of_two(self):
+class TestBias:
+    def test_heads_that_are_no_power_of_two(self):
         found = weights(flat(BLOOM, 6), tokens(1, 5))
         assert found.shape == (1, 6, 5, 5)
         expected = torch.softmax(-linbias.alibi_slopes(6)[:, None] * torch.tensor([4, 3, 2, 1, 0]), -1)
         torch.testing.assert_close(found[0, :, 4], expected)
 
     @pytest.mark.parametrize("kind", [BLOOM, MPT])
-    def test_a9_bias_after_the_scale(self, kind: str):
+    def test_bias_after_the_scale(self, kind: str):
         found = weights(flat(kind, 8, 64), tokens(1, 4))[0, 0, 3]
         torch.testing.assert_close(found, torch.tensor(DISTANCES_3210))
 
-    def test_a9_falcon_scales_the_bias_too(self):
+    def test_falcon_scales_the_bias_too(self):
         found = weights(flat("falcon", 8, 64), tokens(1, 4))[0, 0, 3]
         torch.testing.assert_close(found, torch.tensor([0.2270728, 0.2417178, 0.2573072, 0.2739021]))
 
     @every_family
-    def test_a10_the_variant_is_an_option(self, kind: str):
+    def test_the_variant_is_an_option(self, kind: str):
         """In float32 both forms agree; at 4,096 bfloat16 keys the original's ties show, and the option chooses."""
         model, ids = make(kind, layers=2, heads=4), tokens(1, 13)
         found = {}
@@ -94,20 +93,20 @@ class TestA:
         torch.testing.assert_close(found["exact"], found["checkpoint"], atol=2e-5, rtol=0)
 
 
-class TestB:
+class TestPadding:
     @every_kind
-    def test_b1_left_padding_shifts_nothing(self, kind: str):
+    def test_left_padding_shifts_nothing(self, kind: str):
         mask = torch.tensor([[0, 0, 1, 1, 1]])
         row = weights(flat(kind, 6), tokens(1, 5), mask)[0, :, 4]
         assert row[:, :2].count_nonzero() == 0
         torch.testing.assert_close(row[:, 2:], weights(flat(kind, 6), tokens(1, 3))[0, :, 2])
 
-    def test_b1_numbers(self):
+    def test_numbers(self):
         row = weights(flat(BLOOM, 8), tokens(1, 5), torch.tensor([[0, 0, 1, 1, 1]]))[0, 0, 4]
         torch.testing.assert_close(row, torch.tensor([0.0, 0.0, *DISTANCES_210]))
 
     @every_kind
-    def test_b2_b3_a_text_is_the_same_alone_and_padded_on_either_side(self, kind: str):
+    def test_a_text_is_the_same_alone_and_padded_on_either_side(self, kind: str):
         model, ids = make(kind, layers=2), tokens(1, 6)
         linbias.patch(model)
         alone = logits(model, ids)
@@ -118,7 +117,7 @@ class TestB:
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"])
     @every_kind
-    def test_b5_rows_that_see_nothing(self, kind: str, dtype: torch.dtype):
+    def test_rows_that_see_nothing(self, kind: str, dtype: torch.dtype):
         model, ids, mask = make(kind, layers=2).to(dtype), tokens(2, 7), lengths_mask(7, 4)
         linbias.patch(model)
         out = model(ids, attention_mask=mask, labels=ids)
@@ -126,7 +125,7 @@ class TestB:
         out.loss.backward()
         assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
 
-    def test_b10_pages_of_sequences_of_different_lengths(self):
+    def test_pages_of_sequences_of_different_lengths(self):
         model, ids, mask = make(BLOOM, layers=2), tokens(2, 9), lengths_mask(5, 9)
         linbias.patch(model)
         cache = AlibiCache(page_size=4)
@@ -137,9 +136,9 @@ class TestB:
             torch.testing.assert_close(last[row, 0], alone, atol=2e-5, rtol=0)
 
 
-class TestC:
+class TestSteps:
     @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-    def test_c1_bias_at_a_single_step(self, static: bool):
+    def test_bias_at_a_single_step(self, static: bool):
         model, ids = flat(BLOOM, 2), tokens(1, 5)
         cache = transformers.StaticCache(config=model.config, max_cache_len=5) if static else None
         with torch.no_grad():
@@ -151,7 +150,7 @@ class TestC:
 
     @pytest.mark.parametrize("ours", [False, True], ids=["dynamic", "ours"])
     @every_kind
-    def test_c2_steps_of_any_size(self, kind: str, ours: bool):
+    def test_steps_of_any_size(self, kind: str, ours: bool):
         """Seven, three single ones, four."""
         model, ids = make(kind, layers=2), tokens(2, 14)
         linbias.patch(model)
@@ -159,7 +158,7 @@ class TestC:
         torch.testing.assert_close(steps, logits(model, ids), atol=2e-5, rtol=0)
 
     @every_family
-    def test_c4_nothing_is_kept_from_call_to_call(self, kind: str):
+    def test_nothing_is_kept_from_call_to_call(self, kind: str):
         models = {heads: make(kind, layers=1, heads=heads) for heads in (4, 8)}
         texts = [tokens(1, length) for length in (5, 6, 3, 9, 8)]
         expected = {}
@@ -174,7 +173,7 @@ class TestC:
                 assert torch.equal(logits(model, text), expected[heads, text.shape[1]])
 
     @every_kind
-    def test_c5_queries_align_with_the_last_keys(self, kind: str):
+    def test_queries_align_with_the_last_keys(self, kind: str):
         """One query on six keys sees all six; of two, the first sees five."""
         model, ids = flat(kind, 6), tokens(1, 6)
         for queries in (1, 2):
@@ -186,8 +185,8 @@ class TestC:
 
     @pytest.mark.parametrize("cache", ["dynamic", "static"])
     @every_kind
-    def test_c6_steps_and_prefill_agree_in_half_precision(self, kind: str, cache: str):
-        """C6: a distance that is off by one shows in fp16, where the softmax of a step and of a prompt then differ."""
+    def test_steps_and_prefill_agree_in_half_precision(self, kind: str, cache: str):
+        """A distance that is off by one shows in fp16, where the softmax of a step and of a prompt then differ."""
         model, ids = make(kind, layers=1).half(), tokens(1, 14)
         linbias.patch(model)
         expected = weights(model, ids)[0, :, 9:]
@@ -199,7 +198,7 @@ class TestC:
             assert largest_error(row, expected[:, n - 9, : n + 1].double()) < 2e-3
 
     @every_kind
-    def test_c8_every_path_has_a_bias(self, kind: str):
+    def test_every_path_has_a_bias(self, kind: str):
         """The guard against a path that forgets it: with slopes of 0 each gives something else."""
         model, ids, mask = make(kind, layers=2), tokens(2, 14), lengths_mask(14, 9)
         window = AlibiCache(window=(9, 0), sinks=1)
@@ -225,7 +224,7 @@ class TestC:
             assert largest_error(biased, unbiased) > 1e-2, name
 
     @every_family
-    def test_c9_training_and_inference_agree(self, kind: str):
+    def test_training_and_inference_agree(self, kind: str):
         model, ids = make(kind), tokens(2, 9)
         linbias.patch(model)
         calm = logits(model, ids)
@@ -233,9 +232,9 @@ class TestC:
         assert torch.equal(logits(model, ids), calm)
 
 
-class TestD:
+class TestDtypes:
     @every_family
-    def test_d3_autocast_leaves_the_bias_alone(self, kind: str):
+    def test_autocast_leaves_the_bias_alone(self, kind: str):
         model, ids = flat(kind, 6), tokens(1, 9)
         expected = weights(model, ids)
         with torch.autocast("cpu", torch.bfloat16):
@@ -244,7 +243,7 @@ class TestD:
         assert torch.equal(found, expected.bfloat16()), "one rounding, of the result"
 
     @every_family
-    def test_d3_autocast_trains(self, kind: str):
+    def test_autocast_trains(self, kind: str):
         model, ids = make(kind, layers=2), tokens(2, 9)
         linbias.patch(model)
         with torch.autocast("cpu", torch.bfloat16):
@@ -253,7 +252,7 @@ class TestD:
         assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
 
     @pytest.mark.slow
-    def test_d1_far_keys_do_not_tie_in_bfloat16(self):
+    def test_far_keys_do_not_tie_in_bfloat16(self):
         """4,096 tokens, slope 1/2: the last keys weigh as they should; the original makes eight of them equal."""
         model = flat(BLOOM, 8).bfloat16()
         with torch.no_grad():
@@ -265,8 +264,8 @@ class TestD:
 
 @pytest.mark.slow
 @every_family
-def test_e1_memory_is_linear(kind: str):
-    """E1: 16 heads at 4,096 tokens would be a gigabyte of bias; a fresh process grows by less than a tenth."""
+def test_memory_is_linear(kind: str):
+    """16 heads at 4,096 tokens would be a gigabyte of bias; a fresh process grows by less than a tenth."""
     code = f"""
 import resource, torch
 from tests.hf.tiny import make, tokens
@@ -283,9 +282,9 @@ assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-class TestF:
+class TestLengths:
     @every_family
-    def test_f1_e7_any_length(self, kind: str):
+    def test_any_length(self, kind: str):
         """MPT was built for 64."""
         model = make(kind, layers=1)
         linbias.patch(model)
@@ -293,9 +292,9 @@ class TestF:
             assert logits(model, tokens(1, length)).shape == (1, length, 53)
 
 
-class TestG:
+class TestPaths:
     @every_kind
-    def test_g1_g9_causal_with_and_without_a_mask(self, kind: str):
+    def test_causal_with_and_without_a_mask(self, kind: str):
         model, ids = make(kind, heads=4, layers=2), tokens(5, 20)
         changed = ids.clone()
         changed[:, 15] = (changed[:, 15] + 1) % 53
@@ -306,13 +305,13 @@ class TestG:
             assert largest_error(before[:, 15:], after[:, 15:]) > 1e-3
 
     @every_kind
-    def test_g8_weights_rise_toward_the_query(self, kind: str):
+    def test_weights_rise_toward_the_query(self, kind: str):
         row = weights(flat(kind, 6), tokens(1, 5))[0, :, 4]
         assert (row.diff(dim=-1) > 0).all()
 
 
-class TestI:
-    def test_i1_window_of_two_keeps_three_keys(self):
+class TestPlaces:
+    def test_window_of_two_keeps_three_keys(self):
         """left = 2: the numbers of distances 2, 1, 0; left = 0: only itself."""
         model, ids = make(BLOOM, layers=1, heads=8), tokens(1, 7)
         linbias.patch(model)
@@ -320,7 +319,7 @@ class TestI:
             steps = in_steps(model, ids, (4, 5, 6, 7), AlibiCache(window=(left, 0)))
             torch.testing.assert_close(steps[:, -1], logits(model, ids[:, -kept:])[:, -1], atol=2e-5, rtol=0)
 
-    def test_i4_a_text_may_start_anywhere(self):
+    def test_a_text_may_start_anywhere(self):
         """Positions are differences: what was cut off in front changes nothing that cannot see it."""
         model, ids = make(BLOOM, layers=1), tokens(1, 30)
         linbias.patch(model)

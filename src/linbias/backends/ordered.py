@@ -9,10 +9,10 @@ autograd and vmap see the caller's order alone, and nothing that autograd saves 
 import torch
 from torch import Tensor
 
-from .backends import Backend
-from .semantics.curve import curve_order
-from .semantics.problem import Gradients, Operands, Problem, Result
-from .semantics.tokens import Tokens
+from ..semantics.curve import curve_order
+from ..semantics.problem import Gradients, Operands, Problem, Result
+from ..semantics.tokens import Tokens
+from . import Backend
 
 _PAIRS = 1 << 27
 """Below so many pairs a head little is far enough to be skipped: no faster at 10,000 tokens (docs/models/slides.md)."""

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from linbias import alibi_attention, alibi_slopes, grid_positions, key_bounds, ordered
+from linbias import alibi_attention, alibi_slopes, grid_positions, key_bounds
+from linbias.backends import ordered
 from linbias.testing import PROBLEMS, Case, evaluate, make_inputs
 from tests.every import every_kernel, skip_unless_it_can
 from tests.judged import judged
