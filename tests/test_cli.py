@@ -181,6 +181,13 @@ def test_the_command_of_a_report_runs_the_same_again(tmp_path):
         (["train", "--device", "abacus"], "device must be auto or one that torch can use here, got 'abacus'"),
         (["compare", "--device", "meta"], "device must be auto or one that torch can use here, got 'meta'"),
         (["inspect", "--heads", "0"], "heads must be at least 1, got 0"),
+        (["inspect", "--heads", "100000"], "heads must be at most 4096, got 100000"),
+        (["inspect", "--plot", "x.jpg"], "plot must end in .png, .svg or .pdf, got 'x.jpg'"),
+        (["inspect", "--plot", "x"], "plot must end in .png, .svg or .pdf, got 'x'"),
+        (["inspect", "--model", "no/such"], "checkpoint must be an existing file, got 'no/such'"),
+        (["inspect", "--model", "."], "which holds none; name one"),
+        (["inspect", "--model", "x", "--heads", "8"], "heads must be left out where a model is given"),
+        (["inspect", "--data", "x"], "data must be left out where no model is given"),
         (["inspect", "--tolerance", "1.5"], "tolerance must lie between 0 and 1, got 1.5"),
         (["inspect", "--content", "nan"], "content must be finite, got nan"),
         (["inspect", "--content", "inf"], "content must be finite, got inf"),
@@ -311,11 +318,27 @@ def test_a_signal_decides_the_exit_status(text_file, tmp_path, capsys, monkeypat
     assert "the same command goes on from here" in capsys.readouterr().err
 
 
-def test_inspect_draws_and_tabulates(tmp_path, capsys):
-    plot = tmp_path / "heads.png"
-    assert main(["inspect", "--heads", "4", "--length", "100", "--plot", str(plot)]) == 0
-    assert plot.read_bytes().startswith(b"\x89PNG")
+def test_inspect_tabulates_and_draws_where_it_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["inspect", "--heads", "4", "--length", "100"]) == 0
     assert "0.00390625" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    for name, start in (("heads.PNG", b"\x89PNG"), ("heads.pdf", b"%PDF"), ("heads.svg", b"<?xml")):
+        assert main(["inspect", "--heads", "4", "--length", "100", "--plot", name]) == 0
+        assert (tmp_path / name).read_bytes().startswith(start)
+        assert f"written: {name}" in capsys.readouterr().out
+
+
+def test_inspect_measures_a_checkpoint_or_the_folder_it_lies_in(checkpoint, text_file, tmp_path, capsys):
+    shown = []
+    for model in (checkpoint, checkpoint.parent):
+        arguments = ["inspect", "--model", str(model), "--data", str(text_file), "--length", "50"]
+        assert main([*arguments, "--plot", str(tmp_path / "heads.png")]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    text = " ".join(shown[0].split())
+    assert "1 layers of 2 heads, measured on 50 tokens of story.txt, last 10 %" in text
+    assert (tmp_path / "heads.png").exists()
 
 
 def test_doctor_knows_every_backend(capsys):

@@ -23,6 +23,7 @@ _PRESENTATION = {
     "lab/page.py",
     "lab/plots.py",
     "lab/heads.py",
+    "lab/measure.py",
     "lab/doctor.py",
     "lab/tasks.py",
     "lab/progress.py",
