@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # torch says that memory is out in a RuntimeError, which may also be a fault of the program.
         if not isinstance(error, _ERRORS) and "memory" not in str(error):
             raise
-        _complain("\n".join([f"linbias: error: {error or 'out of memory'}", *getattr(error, "__notes__", [])]))
+        _complain("\n".join([f"linbias: error: {str(error) or 'out of memory'}", *getattr(error, "__notes__", [])]))
         return 1
     return 0
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 VOCABULARY = 256
 """Models read and predict bytes."""
 MOST_PARAMETERS = 2**30
-"""In matrices of a model: training takes 16 bytes for each."""
+"""In the matrices of a model."""
 _MOST_LAYERS = 1024
 _MOST_TOKENS = 2**26
 _MOST_HEADS = 4096
