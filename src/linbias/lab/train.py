@@ -267,16 +267,18 @@ class Trainer:
 
 
 def _require_memory(run: Run) -> None:
-    """Raise ConfigError if weights, gradients and moments alone exceed the memory that is free."""
+    """Raise ConfigError if weights, gradients and moments leave less than half of the free memory to all the rest."""
     free = _free_memory()
     if free is None or torch.device(run.device).type != "cpu":
         return
     with torch.device("meta"):
-        needed = _BYTES_A_PARAMETER * count_parameters(build_decoder(run.model, run.scheme, run.train.length, run.train.seed))
-    if needed > free:
+        needed = _BYTES_A_PARAMETER * count_parameters(
+            build_decoder(run.model, run.scheme, run.train.length, run.train.seed)
+        )
+    if needed > free / 2:
         raise ConfigError(
             f"width and layers must leave room in memory: training needs {needed / 2**30:,.1f} GiB beside what a "
-            f"batch takes, and {free / 2**30:,.1f} are free"
+            f"batch takes, which may be as much, and {free / 2**30:,.1f} are free"
         )
 
 
