@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
+import errno
+import io
 import json
+import os
+import re
+import shlex
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from linbias.cli import main
+from linbias.cli import _parse, main
+from linbias.lab.config import CompareCommand, EvaluateConfig, ModelConfig, TrainConfig, command_line
 
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--length", "8", "--steps", "5", "--passages", "2"]
 
@@ -87,6 +94,34 @@ def test_a_trained_checkpoint_can_be_evaluated(checkpoint, text_file, tmp_path, 
     assert f"{found['cells'][1]['bits']['mean']:.4f}" in capsys.readouterr().out
 
 
+def evaluate(checkpoint, *more):
+    return main(["evaluate", "--checkpoint", str(checkpoint), "--lengths", "8", "--test-bytes", "72", *more])
+
+
+@pytest.mark.parametrize("change", ["cut", "replaced", "grown"])
+def test_data_that_changed_after_training_is_not_scored(checkpoint, text_file, change, capsys):
+    content = text_file.read_text()
+    text_file.write_text({"cut": content[:2000], "replaced": content.swapcase(), "grown": content + "more "}[change])
+    assert evaluate(checkpoint) == 1
+    told = capsys.readouterr().err
+    assert "changed since (by SHA-256), so that it may be tested on bytes it was trained on" in told
+    assert "--data" in told
+    assert evaluate(checkpoint, "--data", str(text_file)) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "nothing here tells whether the model was trained on some of it" in shown
+
+
+def test_a_path_that_a_checkpoint_names_is_told_before_it_is_read(checkpoint, text_file, capsys):
+    assert evaluate(checkpoint) == 0
+    shown = capsys.readouterr()
+    assert f"reading {str(text_file)!r}, the data that the checkpoint names" in shown.err
+    assert "nothing here tells" not in shown.out
+    assert evaluate(checkpoint, "--data", str(text_file), "--split", "train") == 0
+    shown = capsys.readouterr()
+    assert "reading" not in shown.err
+    assert "text: the model was trained on this text" in shown.out
+
+
 def test_sliding_evaluation_has_more_context(checkpoint, tmp_path):
     contexts = []
     for stride in ([], ["--stride", "1"]):
@@ -107,6 +142,23 @@ def test_compare_writes_its_report(text_file, tmp_path, capsys):
     assert "report.html" in shown
 
 
+def test_the_command_of_a_report_runs_the_same_again(tmp_path):
+    commands = [
+        CompareCommand(),
+        CompareCommand(
+            data=tmp_path / "it's text",
+            schemes=("rope", "none"),
+            workers=3,
+            model=ModelConfig(layers=1),
+            train=TrainConfig(learning_rate=1e-5, seed=7),
+            evaluate=EvaluateConfig(lengths=(8, 16), stride=4),
+        ),
+    ]
+    for command in commands:
+        program, *words = shlex.split(command_line("compare", command))
+        assert (program, _parse(words)) == ("linbias", command)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -116,7 +168,15 @@ def test_compare_writes_its_report(text_file, tmp_path, capsys):
         (["compare", "--workers", "0"], "workers must be at least 1, got 0"),
         (["compare", "--schemes", "rope", "rope"], "schemes must not repeat, got rope rope"),
         (["train", "--steps", "0"], "steps must be at least 1, got 0"),
-        (["train", "--learning-rate", "0"], "learning_rate must be greater than 0, got 0.0"),
+        (["train", "--learning-rate", "0"], "learning_rate must be greater than 0 and finite, got 0.0"),
+        (["train", "--learning-rate", "inf"], "learning_rate must be greater than 0 and finite, got inf"),
+        (["train", "--learning-rate", "nan"], "learning_rate must be greater than 0 and finite, got nan"),
+        (["train", "--weight-decay", "inf"], "weight_decay must be finite, got inf"),
+        (["train", "--seed", str(2**63)], f"seed must be at most {2**63 - 1}, got {2**63}"),
+        (["compare", "--seed", str(10**30)], "seed must be at most"),
+        (["train", "--width", "1000000", "--heads", "2"], "width must be at most 5,461 with 3 layers"),
+        (["compare", "--layers", "1000000"], "layers must be at most 1024, got 1000000"),
+        (["train", "--passages", str(10**18)], "passages times length must be at most 67,108,864 bytes in one update"),
         (["evaluate", "--checkpoint", "nothing"], "checkpoint must be an existing file, got 'nothing'"),
         (["train", "--device", "abacus"], "device must be auto or one that torch can use here, got 'abacus'"),
         (["compare", "--device", "meta"], "device must be auto or one that torch can use here, got 'meta'"),
@@ -138,6 +198,117 @@ def test_errors_name_what_was_wrong(arguments, message, capsys, tmp_path, monkey
     shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert message in shown
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def standard_output(monkeypatch):
+    """Make the standard output a pipe nobody reads, a full disk, or a terminal of another encoding."""
+    opened = []
+
+    def become(kind):
+        if kind == "left":
+            read, write = os.pipe()
+            os.close(read)
+        else:
+            write = os.open("/dev/full" if kind == "full" else os.devnull, os.O_WRONLY)
+        opened.append(open(write, "w", encoding=kind if kind in {"cp1252", "ascii"} else "utf-8"))
+        monkeypatch.setattr("sys.stdout", opened[-1])
+
+    yield become
+    for file in opened:
+        file.close()
+
+
+@pytest.mark.parametrize(("kind", "status"), [("left", 141), ("full", 1), ("cp1252", 0), ("ascii", 0)])
+def test_files_are_written_whatever_becomes_of_the_output(text_file, tmp_path, capsys, standard_output, kind, status):
+    if kind == "full" and not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    out = tmp_path / "小説 ± 报告"
+    arguments = ["--data", str(text_file), "--out", str(out), *SMALL, "--test-bytes", "64", "--lengths", "8"]
+    standard_output(kind)
+    assert main(["compare", *arguments, "--schemes", "none", "--workers", "1"]) == status
+    assert {"report.html", "plot.png", "results.csv", "results.json"} <= {path.name for path in out.iterdir()}
+    (checkpoint,) = out.glob("checkpoints/*.safetensors")
+    standard_output(kind)
+    assert evaluate(checkpoint, "--json", str(out / "found.json")) == status
+    assert json.loads((out / "found.json").read_text())["scored"] == 72
+    standard_output(kind)
+    assert main(["inspect", "--heads", "3", "--plot", str(out / "heads.png")]) == status
+    assert (out / "heads.png").exists()
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    assert told.count("cannot print: No space left on device: 'standard output'") == (3 if kind == "full" else 0)
+
+
+def test_help_that_nobody_reads_is_no_error(standard_output, capsys):
+    standard_output("left")
+    assert main(["--help"]) == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_work_goes_on_when_nobody_reads_its_progress(text_file, tmp_path, monkeypatch):
+    class Gone(io.StringIO):
+        tried = 0
+
+        def write(self, text):
+            self.tried += 1
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    monkeypatch.setattr("linbias.lab.progress._LINE_SECONDS", 0.0)
+    for place, stderr in (("runs", Gone()), ("more", None)):
+        with monkeypatch.context() as context:
+            context.setattr("sys.stderr", stderr)
+            assert main(["train", "--data", str(text_file), "--out", str(tmp_path / place), *SMALL]) == 0
+        assert stderr is None or stderr.tried == 1
+
+
+def test_a_full_disk_and_a_folder_without_rights_are_told_by_the_file(tmp_path, capsys, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    plot = tmp_path / "heads.png"
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    assert main(["inspect", "--plot", str(plot)]) == 1
+    assert f"cannot write: No space left on device: '{plot}'" in capsys.readouterr().err
+    monkeypatch.undo()
+    (tmp_path / "file").write_text("no folder")
+    assert main(["inspect", "--plot", str(tmp_path / "file" / "heads.png")]) == 1
+    assert "file" in (told := capsys.readouterr().err) and ".tmp" not in told
+    monkeypatch.setattr("os.replace", lambda *names: os.rename(tmp_path / "absent", names[0]))
+    assert main(["inspect", "--plot", str(plot)]) == 1
+    assert f"cannot write: No such file or directory: '{plot}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rate", ["1e9", "1e38", "1e300"])
+def test_a_training_that_diverges_is_an_error(text_file, tmp_path, capsys, rate):
+    arguments = ["train", "--data", str(text_file), "--out", str(tmp_path / "runs"), *SMALL, "--learning-rate", rate]
+    told = []
+    for _ in range(2):
+        assert main(arguments) == 1
+        told.append(capsys.readouterr().err.splitlines()[-2:])
+    assert told[0] == told[1]
+    assert re.search(r"training diverged at update \d of 5: the (validation )?loss is ", told[0][0])
+    assert f"try a learning rate below {float(rate):g}" in told[0][0]
+    (file,) = (tmp_path / "runs").iterdir()
+    assert file.name.endswith(".diverged.json")
+
+
+def test_a_comparison_without_a_figure_is_written_and_an_error(text_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = ["compare", "--data", str(text_file), "--schemes", "alibi", "learned", "--out", str(out), *SMALL]
+    arguments += ["--lengths", "8", "16", "--test-bytes", "64", "--workers", "1", "--learning-rate", "1e20"]
+    assert main(arguments) == 1
+    shown = capsys.readouterr()
+    assert shown.out.count("ALiBi: training diverged at update") == 1
+    assert "every training diverged" in shown.err
+    assert "diverged" in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_decides_the_exit_status(text_file, tmp_path, capsys, monkeypatch, signum, status):
+    monkeypatch.setattr("linbias.lab.train.Trainer.update", lambda self: os.kill(os.getpid(), signum) or 1.0)
+    assert main(["train", "--data", str(text_file), "--out", str(tmp_path / "runs"), *SMALL]) == status
+    assert "the same command goes on from here" in capsys.readouterr().err
 
 
 def test_inspect_draws_and_tabulates(tmp_path, capsys):

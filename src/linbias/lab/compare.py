@@ -9,17 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
-from .config import AnyScheme, CompareCommand, TrainedScheme
-from .data import Corpus, load_corpus, require_bytes
+from .config import AnyScheme, CompareCommand, TrainedScheme, command_line
+from .data import Corpus, load_corpus, printable, require_bytes
 from .environment import machine, versions
-from .evaluate import Trial, score, scored_bytes, testing_cost
+from .evaluate import Trial, load_scores, score, scored_bytes, testing_cost
 from .model import build_decoder, count_parameters
 from .positions import why_not
-from .progress import Tell
+from .progress import Tell, notice
 from .results import Results, Row, make_cells
-from .storage import load_tensors
 from .tasks import Task, run_tasks, usable_cores
-from .train import Run, load_checkpoint, resolve_device, train, training_cost
+from .train import ANEW, Diverged, Run, load_checkpoint, resolve_device, train, training_cost
 
 
 @dataclass(frozen=True)
@@ -124,20 +123,28 @@ def _corpus(source: Path | None) -> Corpus:
     return load_corpus(source)
 
 
-def _train(command: CompareCommand, scheme: TrainedScheme, tell: Tell) -> None:
+def _train(command: CompareCommand, scheme: TrainedScheme, tell: Tell) -> str | None:
     plan = Comparison(command)
-    train(plan.run(scheme), plan.checkpoints, tell)
+    try:
+        train(plan.run(scheme), plan.checkpoints, tell)
+    except Diverged as how:
+        tell(1.0, "diverged")
+        return f"{scheme}: {how}"
+    return None
 
 
 def _test(command: CompareCommand, trained: TrainedScheme, scheme: AnyScheme, length: int, tell: Tell) -> None:
     plan = Comparison(command)
+    if plan.run(trained).divergence(plan.checkpoints) is not None:
+        tell(1.0, "")
+        return
     trial = _trial(plan, trained, scheme, length)
     score(trial, tell, trial.file(plan.scores))
 
 
 def _trial(plan: Comparison, trained: TrainedScheme, scheme: AnyScheme, length: int) -> Trial:
     return Trial(
-        trained=load_checkpoint(plan.run(trained).checkpoint(plan.checkpoints)),
+        trained=load_checkpoint(plan.run(trained).checkpoint(plan.checkpoints), ANEW),
         scheme=scheme,
         text=plan.corpus.test,
         length=length,
@@ -159,45 +166,43 @@ def collect(plan: Comparison) -> Results:
         stride=command.evaluate.stride,
         segments=segments,
         rows=tuple(row for scheme in command.schemes for row in _rows(plan, scheme, segments)),
-        settings=json.loads(json.dumps(asdict(command), default=str)),
-        corpus=_describe(plan.corpus),
+        command=printable(command_line("compare", command)),
+        settings=json.loads(json.dumps(asdict(command), default=printable)),
+        corpus={**plan.corpus.describe(), "remark": plan.corpus.remark()},
         environment={"versions": versions(), "machine": machine(), "device": plan.device, "workers": plan.workers},
     )
 
 
 def _rows(plan: Comparison, trained: TrainedScheme, segments: int) -> list[Row]:
     """The row of a trained scheme, and one for each scheme that was run with its weights."""
-    path = plan.run(trained).checkpoint(plan.checkpoints)
-    about = load_checkpoint(path).about
+    run = plan.run(trained)
+    path = run.checkpoint(plan.checkpoints)
+    diverged = run.divergence(plan.checkpoints)
+    about: dict[str, Any] = {"seconds": 0.0, "curve": []} if diverged else load_checkpoint(path, ANEW).about
     scores: dict[AnyScheme, dict[int, Tensor | str]] = {
         trained: {length: reason for length in plan.lengths if (reason := plan.why_not(trained, length))}
     }
     for scheme, length in plan.trials(trained):
-        file = _trial(plan, trained, scheme, length).file(plan.scores)
-        scores.setdefault(scheme, {})[length] = load_tensors(file)[0]["nats"]
+        found = diverged or load_scores(_trial(plan, trained, scheme, length).file(plan.scores))[0]
+        scores.setdefault(scheme, {})[length] = found
     return [
         Row(
             scheme=scheme,
             parameters=count_parameters(build_decoder(plan.command.model, scheme, plan.command.train.length, seed=0)),
             seconds=about["seconds"],
             curve=about["curve"],
-            checkpoint=path.name,
+            checkpoint=None if diverged else path.name,
+            diverged=diverged,
             cells=make_cells(found, segments, plan.command.evaluate.stride),
         )
         for scheme, found in scores.items()
     ]
 
 
-def _describe(corpus: Corpus) -> dict[str, Any]:
-    splits = {
-        name: {"text": text.name, "bytes": len(text.content), "sha256": text.digest}
-        for name, text in (("train", corpus.train), ("validation", corpus.validation), ("test", corpus.test))
-    }
-    return {"name": corpus.name, "splits": splits}
-
-
 def compare(command: CompareCommand) -> Results:
     """Run a comparison, or what is missing of it, and return what it found.
+
+    A scheme whose training diverges is told of where its figures would stand.
 
     Raises:
         Interrupted: stopped on request; calling again goes on.
@@ -205,5 +210,7 @@ def compare(command: CompareCommand) -> Results:
     """
     plan = Comparison(command)
     plan.check()
+    if (odd := plan.corpus.remark()) is not None:
+        notice(odd)
     run_tasks("compare", plan.tasks(), plan.workers)
     return collect(plan)

@@ -2,12 +2,18 @@
 """What an experiment can be told. The command line is generated from these classes, one flag per field."""
 
 import math
-from dataclasses import dataclass, field
+import shlex
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 VOCABULARY = 256
 """Models read and predict bytes."""
+MOST_PARAMETERS = 2**30
+"""In matrices of a model: training takes 16 bytes for each."""
+_MOST_LAYERS = 1024
+_MOST_TOKENS = 2**26
+_INT64 = 2**63 - 1
 
 TrainedScheme = Literal["alibi", "sinusoidal", "learned", "rope", "none"]
 AnyScheme = Literal["alibi", "sinusoidal", "learned", "rope", "none", "alibi-window"]
@@ -30,6 +36,48 @@ def at_least(least: float, **values: float | None) -> None:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 
+def at_most(most: float, **values: float | None) -> None:
+    """Raise ConfigError, naming the field, if a value is greater than `most`."""
+    for name, value in values.items():
+        if value is not None and value > most:
+            raise ConfigError(f"{name} must be at most {most}, got {value}")
+
+
+def command_line(name: str, command: Any) -> str:
+    """Return the shell's words that make `command`: every field that differs from its default."""
+    return shlex.join(["linbias", name, *_flags(command)])
+
+
+def _flags(settings: Any) -> list[str]:
+    words: list[str] = []
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if is_dataclass(value):
+            words += _flags(value)
+        elif value != each.default:
+            words.append(f"--{each.name.replace('_', '-')}")
+            words += [] if value is True else map(str, value if isinstance(value, tuple) else (value,))
+    return words
+
+
+C = TypeVar("C")
+
+
+def config_from(kind: type[C], facts: Any) -> C:
+    """Return the configuration of `kind` whose fields a file gives by name.
+
+    Raises: ConfigError if a field is missing, unknown, of another type or out of its range.
+    """
+    known: dict[str, Any] = {each.name: each.type for each in fields(kind)}  # type: ignore[arg-type]
+    if not isinstance(facts, dict) or facts.keys() != known.keys():
+        raise ConfigError(f"{kind.__name__} must have the fields {', '.join(known)}, got {facts!r:.200}")
+    for name, value in facts.items():
+        wanted = (int, float) if known[name] is float else int
+        if isinstance(value, bool) or not isinstance(value, wanted):
+            raise ConfigError(f"{name} must be of type {known[name].__name__}, got {value!r:.200}")
+    return kind(**facts)
+
+
 def _check_lengths(lengths: tuple[int, ...] | None) -> None:
     if lengths is not None and (not lengths or min(lengths) < 1):
         raise ConfigError(f"lengths must be one or more whole numbers of at least 1, got {lengths}")
@@ -48,6 +96,14 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         at_least(1, layers=self.layers, width=self.width, heads=self.heads)
+        at_most(_MOST_LAYERS, layers=self.layers)
+        parameters = 12 * self.layers * self.width**2
+        if parameters > MOST_PARAMETERS:
+            widest = math.isqrt(MOST_PARAMETERS // (12 * self.layers))
+            raise ConfigError(
+                f"width must be at most {widest:,} with {self.layers:,} layers, so that a model has at most "
+                f"{MOST_PARAMETERS:,} parameters, got {self.width:,}"
+            )
         if self.width % (2 * self.heads):
             raise ConfigError(
                 f"width must be a multiple of twice the heads, got width {self.width} with {self.heads} heads; "
@@ -79,9 +135,19 @@ class TrainConfig:
     def __post_init__(self) -> None:
         at_least(1, length=self.length, steps=self.steps, passages=self.passages)
         at_least(0, warmup=self.warmup, weight_decay=self.weight_decay, seed=self.seed)
-        for name in ("learning_rate", "clip"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be greater than 0, got {getattr(self, name)}")
+        at_most(_INT64, length=self.length, steps=self.steps, warmup=self.warmup, seed=self.seed)
+        # An infinite clip follows every gradient; an infinite rate or decay follows none.
+        if not self.clip > 0:
+            raise ConfigError(f"clip must be greater than 0, got {self.clip}")
+        if not 0 < self.learning_rate < math.inf:
+            raise ConfigError(f"learning_rate must be greater than 0 and finite, got {self.learning_rate}")
+        if self.weight_decay == math.inf:
+            raise ConfigError(f"weight_decay must be finite, got {self.weight_decay}")
+        if self.passages * self.length > _MOST_TOKENS:
+            raise ConfigError(
+                f"passages times length must be at most {_MOST_TOKENS:,} bytes in one update, got {self.passages:,} "
+                f"passages of {self.length:,}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +164,7 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         at_least(1, test_bytes=self.test_bytes, stride=self.stride)
+        at_most(_INT64, test_bytes=self.test_bytes, stride=self.stride)
         _check_lengths(self.lengths)
         if self.lengths is not None and self.stride is not None and self.stride > min(self.lengths):
             raise ConfigError(
@@ -122,8 +189,8 @@ class _Training:
     """What every command that trains can be told."""
 
     data: Path | None = None
-    """Text file or folder to train and test on; the embedded novels if not given. A folder with train, validation and
-    test files (any suffix) is split that way, anything else 80 / 10 / 10 in order."""
+    """Text file or folder to train and test on; the embedded novels if not given. A folder whose file or folder names
+    say train, validation (valid, val, dev) and test is split that way, anything else 80 / 10 / 10 in order."""
     device: str = "auto"
     """Where to compute: cpu, cuda, mps ...; auto takes CUDA if there is one."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -155,7 +222,7 @@ class EvaluateCommand:
     """Run the weights with another scheme than they were trained with, where that is possible: alibi-window limits
     ALiBi's attention to the training length."""
     data: Path | None = None
-    """Text file or folder; the data named in the checkpoint if not given."""
+    """Text file or folder; if not given, the data that the checkpoint names, as long as no byte of it has changed."""
     split: Split = "test"
     """Which part of the data to score."""
     json: Path | None = None
@@ -258,6 +325,7 @@ class BenchCommand:
 
     def __post_init__(self) -> None:
         at_least(1, threads=self.threads)
+        at_most(2**16, threads=self.threads)
         _check_lengths(self.lengths)
         if not self.parts:
             raise ConfigError(f"parts must name at least one of {', '.join(ALL_PARTS)}")

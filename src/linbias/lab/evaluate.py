@@ -21,8 +21,8 @@ from .data import Text, require_bytes
 from .model import ByteDecoder, cost_per_token
 from .positions import SCHEMES
 from .progress import Interrupted, SaveClock, Tell, silent
-from .storage import digest_of_facts, load_tensors, save_tensors
-from .train import Trained
+from .storage import CheckpointError, digest_of_facts, load_tensors, save_tensors
+from .train import ANEW, Trained
 
 _TOKENS_AT_ONCE = 4096
 
@@ -37,6 +37,10 @@ class Windows:
     """(W,) int64: the first guess of each window that no earlier window made."""
     length: int
     scored: int
+
+    def scored_after(self, windows: int) -> int:
+        """Return how many bytes the first `windows` score."""
+        return int((self.length - self.firsts[: max(0, windows)]).sum())
 
     def context(self) -> Tensor:
         """Return the context of each scored byte, (scored,) int64."""
@@ -125,8 +129,10 @@ def score(trial: Trial, tell: Tell = silent, file: Path | None = None) -> Tensor
     pieces: list[Tensor] = []
     done = 0
     if file is not None and file.exists():
-        tensors, about = load_tensors(file)
-        pieces, done = [tensors["nats"]], about["windows"]
+        nats, done = load_scores(file)
+        pieces = [nats]
+        if len(nats) != windows.scored_after(done):
+            raise CheckpointError(f"{str(file)!r} holds {len(nats):,} scores for {done:,} windows{ANEW}")
     if done == len(windows.starts):
         tell(1.0, "")
         return pieces[0]
@@ -139,7 +145,7 @@ def score(trial: Trial, tell: Tell = silent, file: Path | None = None) -> Tensor
         while done < len(windows.starts):
             pieces.append(_score_windows(model, text, windows, slice(done, done + batch)))
             done = min(done + batch, len(windows.starts))
-            tell(done / len(windows.starts), f"testing at {trial.length:,}")
+            tell(done / len(windows.starts), "")
             if clock.due():
                 _save(file, pieces, done)
     except Interrupted:
@@ -147,6 +153,18 @@ def score(trial: Trial, tell: Tell = silent, file: Path | None = None) -> Tensor
         raise Interrupted(f"{trial.scheme} at {trial.length:,}: stopped after {done:,} windows, saved") from None
     _save(file, pieces, done)
     return torch.cat(pieces)
+
+
+def load_scores(file: Path) -> tuple[Tensor, int]:
+    """Read what `score` left in a file: the losses, and how many windows they come from.
+
+    Raises: CheckpointError if it is damaged.
+    """
+    tensors, about = load_tensors(file, ANEW)
+    nats, windows = tensors.get("nats"), about.get("windows")
+    if nats is None or nats.ndim != 1 or not isinstance(windows, int):
+        raise CheckpointError(f"{str(file)!r} does not hold scores{ANEW}")
+    return nats, windows
 
 
 def _save(file: Path | None, pieces: list[Tensor], windows: int) -> None:

@@ -3,16 +3,18 @@
 
 import csv
 import io
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 from .page import write_page
 from .plots import draw_comparison
-from .remarks import remarks
-from .results import Cell, Results
+from .remarks import perplexity_text, remarks
+from .results import Cell, Results, Row
 from .statistics import METHOD
 from .storage import write_bytes, write_text
-from .tables import align
+from .tables import align, wrap
 
 _COLUMNS = (
     *("scheme", "trained_length", "length", "stride", "scored_bytes", "segments"),
@@ -20,16 +22,54 @@ _COLUMNS = (
 )
 
 
+_REPORT = ("report.html", "plot.png", "results.csv", "results.json")
+
+
 def write_exports(results: Results, folder: Path) -> list[Path]:
     """Write results.json, results.csv, plot.png and report.html below `folder`, and return their paths."""
-    files = [folder / name for name in ("report.html", "plot.png", "results.csv", "results.json")]
+    files = [folder / name for name in _REPORT]
     page, plot, table, data = files
     write_text(data, json.dumps(results.as_dict(), indent=1, allow_nan=False))
     write_text(table, csv_table(results))
-    image = draw_comparison(results)
-    write_bytes(plot, image)
-    write_page(results, image, page)
+    write_bytes(plot, draw_comparison(results))
+    write_page(results, page)
     return files
+
+
+def set_aside(results: Results, folder: Path) -> Path | None:
+    """Move the report in `folder` into a folder of its own if it holds what `results` lack, and return that folder.
+
+    A report of the same experiment whose every figure `results` have too is left to be written over.
+    """
+    there = [folder / name for name in _REPORT if (folder / name).exists()]
+    if not there or _covers(results, folder / "results.json"):
+        return None
+    kept = next(place for number in itertools.count(1) if not (place := folder / f"earlier-{number}").exists())
+    kept.mkdir()
+    for path in there:
+        path.rename(kept / path.name)
+    return kept
+
+
+def _covers(results: Results, file: Path) -> bool:
+    """Whether the results in `file` are of the same experiment, and each of its figures is among `results`."""
+    try:
+        before, now = json.loads(file.read_bytes()), json.loads(json.dumps(results.as_dict()))
+        same = _experiment(before) == _experiment(now)
+        return same and _figures(before) <= _figures(now)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # no results of ours, or of another version
+        return False
+
+
+def _experiment(found: dict[str, Any]) -> list[Any]:
+    settings = found["settings"]
+    splits = {name: facts["sha256"] for name, facts in found["corpus"]["splits"].items()}
+    return [settings["model"], settings["train"], splits, found["scored"], found["stride"]]
+
+
+def _figures(found: dict[str, Any]) -> set[tuple[str, int]]:
+    cells = ((row["scheme"], cell) for row in found["rows"] for cell in row["cells"])
+    return {(scheme, cell["length"]) for scheme, cell in cells if cell["bits"] is not None}
 
 
 def csv_table(results: Results) -> str:
@@ -59,26 +99,26 @@ def results_text(results: Results) -> str:
     lengths = results.lengths
     stride = "no overlap" if results.stride is None else f"stride {results.stride:,}"
     header = ("scheme", *(f"{length:,}" for length in lengths))
-    bits = [(row.label, *map(_bits, row.cells)) for row in results.table_rows()]
-    perplexity = [(row.label, *map(_perplexity, row.cells)) for row in results.table_rows()]
+    bits = [(row.label, *_bits(row)) for row in results.table_rows()]
+    perplexity = [(row.label, *_perplexity(row)) for row in results.table_rows()]
     intro = (
         f"trained on passages of {results.trained_length:,} bytes, "
         f"tested on {results.scored:,} bytes of {results.text} ({stride})"
     )
     parts = [
-        f"Bits per byte by window length: {intro}",
+        wrap(f"Bits per byte by window length: {intro}"),
         align(header, bits),
         "Perplexity per byte, 2 ** bits",
         align(header, perplexity),
-        *remarks(results),
-        f"±: half the width of the interval, a {METHOD}",
+        *map(wrap, remarks(results)),
+        wrap(f"±: half the width of the interval, a {METHOD}"),
     ]
     return "\n\n".join(parts)
 
 
-def _bits(cell: Cell) -> str:
-    return "cannot run" if cell.bits is None else str(cell.bits)
+def _bits(row: Row) -> list[str]:
+    return [row.absence if cell.bits is None else str(cell.bits) for cell in row.cells]
 
 
-def _perplexity(cell: Cell) -> str:
-    return "cannot run" if cell.perplexity is None else f"{cell.perplexity:.2f}"
+def _perplexity(row: Row) -> list[str]:
+    return [row.absence if cell.bits is None else perplexity_text(cell.perplexity, 2) for cell in row.cells]

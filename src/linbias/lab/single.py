@@ -9,15 +9,16 @@ from typing import Any
 from torch import Tensor
 
 from .config import AnyScheme, EvaluateCommand, TrainCommand
-from .data import load_corpus
+from .data import SPLITS, Corpus, DataError, Text, load_corpus
 from .evaluate import Trial, check_scheme, score, scored_bytes, testing_cost
 from .model import count_parameters
 from .positions import SCHEMES, why_not
-from .progress import Tell
-from .remarks import interval
+from .progress import Tell, notice
+from .remarks import interval, perplexity_text
 from .results import make_cells
 from .statistics import METHOD, Estimate
-from .tables import align
+from .storage import CheckpointError
+from .tables import align, wrap
 from .tasks import Task, run_tasks
 from .train import Run, Trained, load_checkpoint, resolve_device, train
 
@@ -28,6 +29,7 @@ def train_one(command: TrainCommand) -> Path:
     Raises:
         Interrupted: stopped on request; calling again goes on.
         DataError: too little text.
+        Diverged: it ended in no model.
     """
     run = Run(
         scheme=command.scheme,
@@ -37,8 +39,14 @@ def train_one(command: TrainCommand) -> Path:
         device=resolve_device(command.device),
     )
 
-    run_tasks("linbias", [Task(name=f"train {run.scheme}", work=partial(train, run, command.out))])
+    if (odd := run.corpus.remark()) is not None:
+        notice(odd)
+    run_tasks("linbias", [Task(name=f"train {run.scheme}", work=partial(_train, run, command.out))])
     return run.checkpoint(command.out)
+
+
+def _train(run: Run, folder: Path, tell: Tell) -> None:
+    train(run, folder, tell)
 
 
 def describe_training(path: Path) -> str:
@@ -67,8 +75,7 @@ def evaluate_checkpoint(command: EvaluateCommand) -> dict[str, Any]:
     trained = load_checkpoint(command.checkpoint)
     scheme: AnyScheme = command.scheme or trained.scheme
     check_scheme(trained, scheme)
-    source = trained.about["data"]["source"]
-    corpus = load_corpus(command.data or (None if source is None else Path(source)))
+    corpus = load_corpus(command.data) if command.data is not None else _data_of(trained, command.checkpoint)
     text = corpus.split(command.split)
     lengths = command.evaluate.lengths_for(trained.length)
     trial = Trial(
@@ -91,7 +98,51 @@ def evaluate_checkpoint(command: EvaluateCommand) -> dict[str, Any]:
         work = partial(_keep_score, scores, replace(trial, length=length))
         tasks.append(Task(name=f"test at {length:,}", cost=cost, work=work))
     run_tasks("linbias", tasks)
-    return _found(trained, trial, scores)
+    return _found(trained, trial, scores) | {"seen": _acquaintance(trained, command, text)}
+
+
+def _data_of(trained: Trained, path: Path) -> Corpus:
+    """Read the data that a checkpoint names, after saying so: whoever made the checkpoint chose the path.
+
+    Raises: CheckpointError, DataError unless it is what the model was trained on, byte by byte.
+    """
+    kept = trained.about.get("data")
+    hashes = kept.get("splits") if isinstance(kept, dict) else None
+    source = kept.get("source") if isinstance(kept, dict) else None
+    if not isinstance(hashes, dict) or not isinstance(source, str | None):
+        raise CheckpointError(
+            f"checkpoint must say which text it was trained on, got {str(path)!r}, which keeps no hash of it; give the "
+            "text to score with --data"
+        )
+    if source is not None:
+        notice(f"reading {source!r}, the data that the checkpoint names")
+    corpus = load_corpus(None if source is None else Path(source))
+    found = corpus.describe()["splits"]
+    changed = [split for split in SPLITS if found[split]["sha256"] != _hash_of(hashes, split)]
+    if changed:
+        raise DataError(
+            f"data must be what the checkpoint was trained on, got {source or corpus.name!r}, whose "
+            f"{', '.join(changed)} changed since (by SHA-256), so that it may be tested on bytes it was trained on; "
+            "restore it, or give the text to score with --data"
+        )
+    return corpus
+
+
+def _hash_of(splits: dict[str, Any], split: str) -> Any:
+    facts = splits.get(split)
+    return facts.get("sha256") if isinstance(facts, dict) else None
+
+
+def _acquaintance(trained: Trained, command: EvaluateCommand, text: Text) -> str | None:
+    """What is known of the model having seen the text before, None if it is the data of the checkpoint, unchanged."""
+    kept = trained.about.get("data")
+    splits = kept.get("splits") if isinstance(kept, dict) else None
+    known = {split: _hash_of(splits, split) for split in SPLITS} if isinstance(splits, dict) else {}
+    if text.digest == known.get("train"):
+        return "the model was trained on this text"
+    if command.data is None or text.digest in known.values():
+        return None
+    return "given with --data: nothing here tells whether the model was trained on some of it"
 
 
 def _keep_score(scores: dict[int, Tensor | str], trial: Trial, tell: Tell) -> None:
@@ -105,6 +156,7 @@ def _found(trained: Trained, trial: Trial, scores: dict[int, Tensor | str]) -> d
         "scheme": trial.scheme,
         "trained_length": trained.length,
         "text": trial.text.name,
+        "text_sha256": trial.text.digest,
         "scored": trial.scored,
         "stride": trial.stride,
         "interval": METHOD,
@@ -116,14 +168,20 @@ def describe_evaluation(found: dict[str, Any]) -> str:
     """Return the text that `linbias evaluate` prints."""
     header = ("window", "bits per byte", "95 % interval", "perplexity", "mean context")
     stride = "windows do not overlap" if found["stride"] is None else f"windows move on by {found['stride']:,}"
+    label = SCHEMES[found["scheme"]].label
+    absent = {cell["length"]: cell["why_not"] for cell in found["cells"] if cell["why_not"] is not None}
     return "\n".join(
         (
-            f"{SCHEMES[found['scheme']].label}, trained on passages of {found['trained_length']:,} bytes, "
-            f"tested on {found['scored']:,} bytes of {found['text']}; {stride}",
+            wrap(
+                f"{label}, trained on passages of {found['trained_length']:,} bytes, "
+                f"tested on {found['scored']:,} bytes of {found['text']}; {stride}"
+            ),
             "",
             align(header, [_line(cell) for cell in found["cells"]]),
             "",
-            f"interval: {found['interval']}",
+            *(wrap(f"{label}: cannot run at {length:,} bytes, because {reason}.") for length, reason in absent.items()),
+            *([wrap(f"text: {found['seen']}")] if found["seen"] else []),
+            wrap(f"interval: {found['interval']}"),
         )
     )
 
@@ -131,6 +189,7 @@ def describe_evaluation(found: dict[str, Any]) -> str:
 def _line(cell: dict[str, Any]) -> tuple[str, ...]:
     window = f"{cell['length']:,}"
     if cell["why_not"] is not None:
-        return window, "cannot run", cell["why_not"], "", ""
+        return window, "cannot run", "", "", ""
     bits = Estimate(**cell["bits"])
-    return window, f"{bits.mean:.4f}", interval(bits), f"{cell['perplexity']:.3f}", f"{cell['mean_context']:,.1f}"
+    perplexity = perplexity_text(cell["perplexity"], 3)
+    return window, f"{bits.mean:.4f}", interval(bits), perplexity, f"{cell['mean_context']:,.1f}"

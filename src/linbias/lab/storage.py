@@ -26,6 +26,8 @@ _PRESENTATION = {
     "lab/doctor.py",
     "lab/tasks.py",
     "lab/progress.py",
+    "lab/remarks.py",
+    "lab/tables.py",
 }
 """Source files, relative to the package, that decide how results look and not what they are."""
 _BENCH = "lab/bench/"
@@ -40,20 +42,25 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, then put it in place in one step.
 
     Whatever interrupts it, `path` afterwards holds either all of the new content or all of the old.
+
+    Raises: OSError that names `path`, whichever file the system stumbled over.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write(temporary)
-        _flush_to_disk(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write(temporary)
+            _flush_to_disk(temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise type(error)(error.errno, f"cannot write: {error.strerror or error}", str(path)) from error
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` atomically."""
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    """Write `text` atomically, as UTF-8; what that cannot hold (names of files that are no text) is escaped."""
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -77,10 +84,10 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) 
     write_bytes(path, save(plain, metadata=header))
 
 
-def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load_tensors(path: Path, remedy: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read what `save_tensors` wrote.
 
-    Raises: CheckpointError if the file is missing, damaged, or was written by something else.
+    Raises: CheckpointError, with `remedy`, if the file is missing, damaged, or was written by something else.
     """
     if not path.is_file():
         raise CheckpointError(f"checkpoint must be an existing file, got {str(path)!r}, which is not one")
@@ -88,10 +95,13 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safetensors.safe_open(path, framework="pt", device="cpu") as file:
             about = json.loads((file.metadata() or {})["linbias"])
+            if not isinstance(about, dict):
+                raise ValueError(f"what it says of itself is a {type(about).__name__}")
             return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
-    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+    # A file is what someone made it: its JSON may nest deeper than Python reads, its tensors be of types torch lacks.
+    except (safetensors.SafetensorError, LookupError, TypeError, ValueError, RecursionError, RuntimeError) as error:
         raise CheckpointError(
-            f"checkpoint must be a safetensors file written by linbias, got {str(path)!r} ({error})"
+            f"checkpoint must be a safetensors file written by linbias, got {str(path)!r} ({error}){remedy}"
         ) from error
 
 

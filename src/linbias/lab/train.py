@@ -6,25 +6,36 @@ state from one update to the next: weights, the moments of AdamW, and n are all 
 with the bits of one that was not, given the same machine and number of threads.
 """
 
+import json
 import math
+import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .config import ConfigError, ModelConfig, TrainConfig, TrainedScheme
+from .config import ConfigError, ModelConfig, TrainConfig, TrainedScheme, config_from
 from .data import Corpus, Text, require_bytes
-from .model import ByteDecoder, build_decoder, cost_per_token
+from .model import ByteDecoder, build_decoder, cost_per_token, count_parameters
+from .positions import SCHEMES
 from .progress import Interrupted, SaveClock, Tell, silent
-from .storage import CheckpointError, digest_of_facts, load_tensors, save_tensors
+from .storage import CheckpointError, digest_of_facts, load_tensors, save_tensors, write_text
 
 KIND = "linbias decoder"
+ANEW = "; delete it to start over"
+"""What to do about a damaged file of our own making."""
+_ABSURD = 1000.0
+"""Bits per byte, of 8 that even guessing costs, from which a loss is called divergence."""
 _CURVE_POINTS = 10
 _VALIDATION_PASSAGES = 32
+
+
+class Diverged(ArithmeticError):
+    """A training whose loss left the range of numbers that mean something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +64,20 @@ class Run:
         """Return where the trained model is kept below `folder`."""
         return folder / f"{self.scheme}-{self.identity}.safetensors"
 
+    def divergence(self, folder: Path) -> str | None:
+        """Return how an earlier training of this very run diverged, None if none did."""
+        try:
+            return str(json.loads(self._divergence_file(folder).read_text(encoding="utf-8"))["diverged"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+
+    def keep_divergence(self, folder: Path, how: Diverged) -> None:
+        """Write down how it diverged: the same run would again."""
+        write_text(self._divergence_file(folder), json.dumps({"diverged": str(how)}))
+
+    def _divergence_file(self, folder: Path) -> Path:
+        return folder / f"{self.scheme}-{self.identity}.diverged.json"
+
 
 def resolve_device(name: str) -> str:
     """Return a torch device name for `name`, which may be "auto": CUDA if there is one, else the CPU.
@@ -76,12 +101,17 @@ def train(run: Run, folder: Path, tell: Tell = silent) -> Path:
 
     Raises:
         Interrupted: `tell` raised it; the state is saved.
+        Diverged: the loss is no finite number, or absurdly high; no checkpoint is written.
         DataError: too little text for one passage.
+        CheckpointError: what an earlier call wrote is damaged.
     """
     path = run.checkpoint(folder)
     if path.exists():
+        load_checkpoint(path, remedy=ANEW)
         tell(1.0, "")
         return path
+    if (known := run.divergence(folder)) is not None:
+        raise Diverged(known)
     partial = path.with_suffix(".partial.safetensors")
     trainer = Trainer(run)
     if partial.exists():
@@ -91,12 +121,16 @@ def train(run: Run, folder: Path, tell: Tell = silent) -> Path:
         tell(trainer.step / run.train.steps, "")
         while trainer.step < run.train.steps:
             bits = trainer.update()
-            tell(trainer.step / run.train.steps, f"{bits:.2f} bits/byte")
+            tell(trainer.step / run.train.steps, f"{bits:.2f} bits")
             if clock.due():
                 trainer.save_partial(partial)
     except Interrupted:
         trainer.save_partial(partial)
         raise Interrupted(f"{run.scheme}: stopped after {trainer.step} of {run.train.steps} updates, saved") from None
+    except Diverged as how:
+        run.keep_divergence(folder, how)
+        partial.unlink(missing_ok=True)
+        raise
     trainer.save_final(path)
     partial.unlink(missing_ok=True)
     return path
@@ -120,6 +154,7 @@ class Trainer:
         self.losses: list[float] = []
         self.curve: list[tuple[int, float, float]] = []
         self._text = run.corpus.train.tensor(run.device)
+        _require_memory(run)
         self._model = build_decoder(run.model, run.scheme, length, run.train.seed).to(run.device)
         self._optimizer = _adamw(self._model, run.train)
         self._held_out = _spread_passages(run.corpus.validation, length, run.device)
@@ -130,7 +165,10 @@ class Trainer:
         return self._model
 
     def update(self) -> float:
-        """Follow the gradient of one batch, and return the batch's loss in bits per byte."""
+        """Follow the gradient of one batch, and return the batch's loss in bits per byte.
+
+        Raises: Diverged.
+        """
         began = time.perf_counter()
         config = self.run.train
         for group in self._optimizer.param_groups:
@@ -139,9 +177,12 @@ class Trainer:
         loss = self._model.nats(tokens[:, :-1], tokens[:, 1:]).mean()
         self._optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.clip)
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.clip)
         self._optimizer.step()
         self.step += 1
+        self._require_sense("loss", loss.item() / math.log(2))
+        # A gradient that is no number has just been followed; the next loss would show it.
+        self._require_sense("gradient's length", norm.item(), math.inf)
         self.losses.append(loss.item() / math.log(2))
         self._extend_curve()
         self.seconds += time.perf_counter() - began
@@ -153,8 +194,19 @@ class Trainer:
             return
         with torch.no_grad():
             nats = self._model.nats(self._held_out[:, :-1], self._held_out[:, 1:]).mean().item()
+        self._require_sense("validation loss", nats / math.log(2))
         recent = self.losses[-every:]
         self.curve.append((self.step, sum(recent) / len(recent), nats / math.log(2)))
+
+    def _require_sense(self, what: str, value: float, absurd: float = _ABSURD) -> None:
+        if value < absurd:
+            return
+        config = self.run.train
+        before = f", {self.losses[-1]:.2f} bits per byte in the update before" if self.losses else ""
+        raise Diverged(
+            f"training diverged at update {self.step:,} of {config.steps:,}: the {what} is {value:.4g}{before}; "
+            f"try a learning rate below {config.learning_rate:g}"
+        )
 
     def save_partial(self, path: Path) -> None:
         """Write everything needed to go on."""
@@ -169,12 +221,15 @@ class Trainer:
 
         Raises: CheckpointError if the file is damaged or belongs to another run.
         """
-        try:
-            tensors, about = load_tensors(path)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}; delete it to start over") from error
+        tensors, about = load_tensors(path, ANEW)
         if about.get("fingerprint") != self.run.identity:
-            raise CheckpointError(f"{str(path)!r} belongs to another run; delete it to start over")
+            raise CheckpointError(f"{str(path)!r} belongs to another run{ANEW}")
+        try:
+            self._take(tensors, about)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{str(path)!r} does not hold what a training saves{ANEW}") from error
+
+    def _take(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
         weights = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
         self._model.load_state_dict(weights)
         state: dict[int, dict[str, Tensor]] = {}
@@ -185,8 +240,8 @@ class Trainer:
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.losses = tensors["losses"].tolist()
-        self.step, self.seconds = about["step"], about["seconds"]
-        self.curve = [tuple(point) for point in about["curve"]]
+        self.step, self.seconds = int(about["step"]), float(about["seconds"])
+        self.curve = _curve(about)
 
     def save_final(self, path: Path) -> None:
         """Write the trained weights, under the names of a transformers MPT checkpoint, and how they came about."""
@@ -200,13 +255,27 @@ class Trainer:
             "scheme": run.scheme,
             "model": asdict(run.model),
             "train": asdict(run.train),
-            "data": {"source": None if run.corpus.source is None else str(run.corpus.source), "name": run.corpus.name},
+            "data": run.corpus.describe(),
             "device": run.device,
             "threads": torch.get_num_threads(),
             "seconds": self.seconds,
             "curve": self.curve,
             **more,
         }
+
+
+def _require_memory(run: Run) -> None:
+    """Raise ConfigError if weights, gradients and moments alone exceed this machine's memory."""
+    if torch.device(run.device).type != "cpu" or not hasattr(os, "sysconf"):
+        return
+    with torch.device("meta"):
+        needed = 16 * count_parameters(build_decoder(run.model, run.scheme, run.train.length, run.train.seed))
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise ConfigError(
+            f"width and layers must leave room in memory: training needs {needed / 2**30:,.1f} GiB beside what a "
+            f"batch takes, and this machine has {there / 2**30:,.1f}"
+        )
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -258,18 +327,48 @@ class Trained:
         return decoder.eval().requires_grad_(False)
 
 
-def load_checkpoint(path: Path) -> Trained:
+def load_checkpoint(path: Path, remedy: str = "") -> Trained:
     """Open a checkpoint that `train` returned.
 
-    Raises: CheckpointError if it is missing, damaged, unfinished or of another kind.
+    Raises: CheckpointError, with `remedy`, if it is missing, damaged, unfinished or of another kind, or if what it says
+        of itself does not fit what it holds; nothing larger than the file is made to find out.
     """
-    weights, about = load_tensors(path)
+    weights, about = load_tensors(path, remedy)
     if about.get("kind") != KIND or "step" in about:
-        raise CheckpointError(f"checkpoint must hold a model whose training is complete, got {str(path)!r}")
-    return Trained(
-        scheme=cast(TrainedScheme, about["scheme"]),
-        model=ModelConfig(**about["model"]),
-        length=about["train"]["length"],
-        weights=weights,
-        about=about,
-    )
+        raise CheckpointError(f"checkpoint must hold a model whose training is complete, got {str(path)!r}{remedy}")
+    try:
+        trained = Trained(
+            scheme=about["scheme"],
+            model=config_from(ModelConfig, about["model"]),
+            length=config_from(TrainConfig, about["train"]).length,
+            weights=weights,
+            about={**about, "curve": _curve(about), "seconds": float(about["seconds"])},
+        )
+        _require_fit(trained)
+    except (AttributeError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"it names no {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(
+            f"checkpoint must be one that train wrote, got {str(path)!r}: {reason}{remedy}"
+        ) from error
+    return trained
+
+
+def _curve(about: dict[str, Any]) -> list[tuple[int, float, float]]:
+    return [(int(step), float(loss), float(validation)) for step, loss, validation in about["curve"]]
+
+
+def _require_fit(trained: Trained) -> None:
+    """Raise ValueError unless names and shapes of the weights are those of the model that the checkpoint describes."""
+    if trained.scheme not in SCHEMES or SCHEMES[trained.scheme].trained_as is not None:
+        raise ValueError(f"scheme must be one that is trained, got {trained.scheme!r:.200}")
+    if not trained.about["curve"]:
+        raise ValueError("curve must have a point")
+    with torch.device("meta"):
+        decoder = build_decoder(trained.model, trained.scheme, trained.length, seed=0)
+    wanted = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in trained.weights.items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise ValueError(f"{name!r:.200} must have shape {wanted.get(name)}, got {found.get(name)}")
+        if not trained.weights[name].is_floating_point():
+            raise ValueError(f"{name!r:.200} must hold floats, got {trained.weights[name].dtype}")
