@@ -8,16 +8,25 @@ import torch
 from safetensors.torch import save_file
 
 from linbias.cli import main
+from linbias.lab.data import load_corpus
 from linbias.lab.evaluate import Trial, score
 from linbias.lab.storage import CheckpointError, load_tensors, save_tensors
-from linbias.lab.train import load_checkpoint, train
-from tests.lab.small import StopAfter
+from linbias.lab.train import Run, load_checkpoint, train
+from tests.lab.small import MODEL, TRAIN, StopAfter
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("honest")
+    (folder / "story.txt").write_text("".join(f"In year {year} the fox met {year * 37} hens. " for year in range(99)))
+    corpus = load_corpus(folder / "story.txt")
+    return train(Run(scheme="alibi", model=MODEL, train=TRAIN, corpus=corpus, device="cpu"), folder)
 
 
 @pytest.fixture
-def honest(run, tmp_path):
+def honest(checkpoint):
     """What an honest checkpoint holds, and what it says of itself."""
-    return load_tensors(train(run, tmp_path / "honest"))
+    return load_tensors(checkpoint)
 
 
 def changed(about, where, value):
