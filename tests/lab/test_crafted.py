@@ -46,7 +46,7 @@ def changed(about, where, value):
 @pytest.mark.parametrize(
     ("where", "value"),
     [
-        *[((key,), ...) for key in ("kind", "scheme", "model", "train", "curve", "seconds")],
+        *[((key,), ...) for key in ("kind", "scheme", "model", "train", "curve", "seconds", "fingerprint")],
         *[(("model",), value) for value in ([1, 2], {}, None, "wide", {"layers": 2})],
         *[(("model", "width"), value) for value in (2**40, -24, 0, "24", 24.0, True, None, [24], 48, 10**400)],
         *[(("model", "layers"), value) for value in (2**40, 1, 3, 2.5)],
@@ -55,7 +55,9 @@ def changed(about, where, value):
         *[(("train", "learning_rate"), value) for value in ("1e-2", float("inf"))],
         *[(("scheme",), value) for value in ("rope2", "alibi-window", 3, None, ["alibi"], {})],
         *[(("curve",), value) for value in ([], 3, [[1, 2]], [["a", "b", "c"]], None)],
-        (("seconds",), "long"),
+        (("curve",), [[1, 2.0, float("nan")]]),
+        *[(("seconds",), value) for value in ("long", float("inf"))],
+        *[(("fingerprint",), value) for value in (None, 3, {})],
         (("step",), 3),
     ],
     ids=lambda value: f"{value!s:.40}",
