@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from linbias.lab import compare as compare_module
 from linbias.lab import tasks
 from linbias.lab.compare import Comparison, compare
 from linbias.lab.config import ALL_SCHEMES, CompareCommand, ConfigError, EvaluateConfig
@@ -124,6 +125,14 @@ def test_a_scheme_that_diverges_stops_alone_and_is_not_tried_again(command, monk
     assert results_text(found).count("diverged") == 2 * 3 + 1
     assert numbers(compare(command)) == numbers(found)
     assert updates.count("rope") == 4
+
+
+def test_data_that_changes_during_a_comparison_ends_it(command, text_file):
+    (task,) = Comparison(replace(command, schemes=("none",))).tasks()[:1]
+    text_file.write_text("another text " * 500)
+    compare_module._corpus.cache_clear()
+    with pytest.raises(DataError, match=r"data must not change during a comparison, as '.*story\.txt' did"):
+        task.work(lambda fraction, note: None)
 
 
 def test_processes_are_as_many_as_cores_and_schemes_allow(command, monkeypatch):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .config import AnyScheme, CompareCommand, TrainedScheme, command_line
-from .data import Corpus, load_corpus, printable, require_bytes
+from .data import Corpus, DataError, load_corpus, printable, require_bytes
 from .environment import machine, versions
 from .evaluate import Trial, load_scores, score, scored_bytes, testing_cost
 from .model import build_decoder, count_parameters
@@ -101,7 +101,7 @@ class Comparison:
             Task(
                 name=f"train {scheme}",
                 cost=training_cost(self.command.model, self.command.train),
-                work=partial(_train, self.command, scheme),
+                work=partial(_train, self.command, self.corpus.digest, scheme),
             )
             for scheme in self.command.schemes
         ]
@@ -110,7 +110,7 @@ class Comparison:
                 name=f"test {name} at {length:,}",
                 cost=testing_cost(self.command.model, length, self.scored, self.command.evaluate.stride),
                 after=f"train {scheme}",
-                work=partial(_test, self.command, scheme, name, length),
+                work=partial(_test, self.command, self.corpus.digest, scheme, name, length),
             )
             for scheme in self.command.schemes
             for name, length in reversed(self.trials(scheme))
@@ -123,8 +123,19 @@ def _corpus(source: Path | None) -> Corpus:
     return load_corpus(source)
 
 
-def _train(command: CompareCommand, scheme: TrainedScheme, tell: Tell) -> str | None:
+def _plan(command: CompareCommand, digest: str) -> Comparison:
+    """The plan of a comparison in another process, which reads the text itself.
+
+    Raises: DataError if it is no longer the text of the comparison.
+    """
     plan = Comparison(command)
+    if plan.corpus.digest != digest:
+        raise DataError(f"data must not change during a comparison, as {str(command.data)!r} did; start it again")
+    return plan
+
+
+def _train(command: CompareCommand, digest: str, scheme: TrainedScheme, tell: Tell) -> str | None:
+    plan = _plan(command, digest)
     try:
         train(plan.run(scheme), plan.checkpoints, tell)
     except Diverged as how:
@@ -133,8 +144,10 @@ def _train(command: CompareCommand, scheme: TrainedScheme, tell: Tell) -> str | 
     return None
 
 
-def _test(command: CompareCommand, trained: TrainedScheme, scheme: AnyScheme, length: int, tell: Tell) -> None:
-    plan = Comparison(command)
+def _test(
+    command: CompareCommand, digest: str, trained: TrainedScheme, scheme: AnyScheme, length: int, tell: Tell
+) -> None:
+    plan = _plan(command, digest)
     if plan.run(trained).divergence(plan.checkpoints) is not None:
         tell(1.0, "")
         return

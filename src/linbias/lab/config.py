@@ -14,6 +14,7 @@ MOST_PARAMETERS = 2**30
 _MOST_LAYERS = 1024
 _MOST_TOKENS = 2**26
 _MOST_HEADS = 4096
+_MOST_WORKERS = 1024
 _INT64 = 2**63 - 1
 
 TrainedScheme = Literal["alibi", "sinusoidal", "learned", "rope", "none"]
@@ -137,9 +138,8 @@ class TrainConfig:
         at_least(1, length=self.length, steps=self.steps, passages=self.passages)
         at_least(0, warmup=self.warmup, weight_decay=self.weight_decay, seed=self.seed)
         at_most(_INT64, length=self.length, steps=self.steps, warmup=self.warmup, seed=self.seed)
-        # An infinite clip follows every gradient; an infinite rate or decay follows none.
-        if not self.clip > 0:
-            raise ConfigError(f"clip must be greater than 0, got {self.clip}")
+        if not 0 < self.clip < math.inf:
+            raise ConfigError(f"clip must be greater than 0 and finite, got {self.clip}; 1e30 clips no gradient")
         if not 0 < self.learning_rate < math.inf:
             raise ConfigError(f"learning_rate must be greater than 0 and finite, got {self.learning_rate}")
         if self.weight_decay == math.inf:
@@ -252,6 +252,7 @@ class CompareCommand(_Training):
 
     def __post_init__(self) -> None:
         at_least(1, workers=self.workers)
+        at_most(_MOST_WORKERS, workers=self.workers)
         if not self.schemes:
             raise ConfigError(f"schemes must name at least one of {', '.join(ALL_SCHEMES)}")
         if len(set(self.schemes)) < len(self.schemes):

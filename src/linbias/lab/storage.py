@@ -21,7 +21,6 @@ from .extras import need
 _PRESENTATION = {
     "cli.py",
     "lab/exports.py",
-    "lab/page.py",
     "lab/plots.py",
     "lab/heads.py",
     "lab/measure.py",

@@ -374,8 +374,11 @@ def _require_fit(trained: Trained) -> None:
     """Raise ValueError unless names and shapes of the weights are those of the model that the checkpoint describes."""
     if trained.scheme not in SCHEMES or SCHEMES[trained.scheme].trained_as is not None:
         raise ValueError(f"scheme must be one that is trained, got {trained.scheme!r:.200}")
-    if not trained.about["curve"]:
-        raise ValueError("curve must have a point")
+    numbers = [trained.about["seconds"], *(number for point in trained.about["curve"] for number in point)]
+    if not trained.about["curve"] or not all(map(math.isfinite, numbers)):
+        raise ValueError("curve and seconds must be finite numbers, one point or more")
+    if not isinstance(trained.about["fingerprint"], str):
+        raise ValueError(f"fingerprint must be text, got {trained.about['fingerprint']!r:.200}")
     with torch.device("meta"):
         decoder = build_decoder(trained.model, trained.scheme, trained.length, seed=0)
     wanted = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
