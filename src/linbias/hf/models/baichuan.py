@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 from ...semantics.slopes import alibi_slopes
 from ..mlp import RowBlocks
 from .decoder import Block, CausalModel, DecoderModel, SelfAttention, refuse, split_heads
-from .published import Published
+from .published import Published, misfits
 
 # What vLLM tells them apart by: both are of 13B and say "baichuan".
 _VOCABULARY_2 = 125696
@@ -181,7 +181,7 @@ def _claims(config: Mapping[str, Any]) -> bool:
 def _refusals(config: Mapping[str, Any]) -> list[str]:
     named = "BaiChuanForCausalLM" in (config.get("architectures") or ())
     if not named and config.get("hidden_size") != _WIDTH_OF_7B:
-        return []
+        return misfits(config, "hidden_size", "num_attention_heads", "hidden_act")
     what = "architectures=['BaiChuanForCausalLM']" if named else f"hidden_size={_WIDTH_OF_7B}"
     return [
         f"{what} is a Baichuan of 7B, whose positions are rotary and not ALiBi: there is nothing of linbias in it. Run "
