@@ -190,7 +190,7 @@ def test_nothing_is_left_unread_where_it_would_be_wrong_to():
         ({"tolerance": "x"}, TypeError, "tolerance must be a Python number, got str"),
         ({"scale": "x"}, TypeError, "scale must be a Python number, got str"),
         ({"scale": torch.nan}, ValueError, "scale must be finite"),
-        ({"softcap": 0.0}, ValueError, "softcap must be a positive"),
+        ({"softcap": 0.0}, ValueError, "softcap must be positive"),
     ],
 )
 def test_options_are_checked_as_given(options, error, words):

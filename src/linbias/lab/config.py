@@ -10,9 +10,10 @@ from typing import Any, Literal, TypeVar
 VOCABULARY = 256
 """Models read and predict bytes."""
 MOST_PARAMETERS = 2**30
-"""In matrices of a model: training takes 16 bytes for each."""
+"""In the matrices of a model."""
 _MOST_LAYERS = 1024
 _MOST_TOKENS = 2**26
+_MOST_HEADS = 4096
 _INT64 = 2**63 - 1
 
 TrainedScheme = Literal["alibi", "sinusoidal", "learned", "rope", "none"]
@@ -265,32 +266,53 @@ class InspectCommand:
     e^(content - slope * d) times as much as that key.
     """
 
-    heads: int = 8
-    """Number of query heads."""
-    rule: Literal["press", "geometric"] = "press"
-    """press: the authors' code, used by BLOOM, MPT, Falcon and others. geometric: the paper's text."""
-    max_bias: float = 8.0
-    """Exponent of the last slope; MPT calls it alibi_bias_max."""
-    length: int = 8192
-    """Length of the text, in tokens."""
+    model: Path | None = None
+    """A trained model instead of a number of heads: a checkpoint of train or compare, a folder of theirs, or a folder
+    of a published model (config.json, safetensors, tokenizer). The norms of its queries and keys are measured."""
+    data: Path | None = None
+    """Text file or folder to measure a model on; the embedded novels if not given."""
+    heads: int | None = None
+    """Number of query heads; 8 if neither they nor a model are given."""
+    rule: Literal["press", "geometric"] | None = None
+    """press: the authors' code, used by BLOOM, MPT, Falcon and others, if nothing is given. geometric: the paper's
+    text."""
+    max_bias: float | None = None
+    """Exponent of the last slope, 8 if not given; MPT calls it alibi_bias_max."""
+    length: int | None = None
+    """Length of the text, in tokens; 8,192 if not given, 1,024 for a model, which reads them."""
     dtype: DtypeName = "float32"
     """Type that the probabilities are kept in."""
-    content: float = 0.0
-    """Bound on how far a key's content score can exceed that of the query's own key."""
+    content: float | None = None
+    """Bound on how far a key's content score can exceed that of the query's own key; 0 if not given, measured for a
+    model."""
     tolerance: float | None = None
     """Weight, relative to the row's, that may be neglected; a quarter of the accumulating type's epsilon if not
     given."""
-    plot: Path = Path("linbias-inspect.png")
-    """Where to draw it."""
+    plot: Path | None = None
+    """Draw it to this file, which ends in .png, .svg or .pdf."""
 
     def __post_init__(self) -> None:
         at_least(1, heads=self.heads, length=self.length)
-        if not 0 < self.max_bias < math.inf:
+        at_most(_MOST_HEADS, heads=self.heads)
+        at_most(_INT64, length=self.length)
+        if self.max_bias is not None and not 0 < self.max_bias < math.inf:
             raise ConfigError(f"max_bias must be greater than 0 and finite, got {self.max_bias}; the paper uses 8")
-        if not math.isfinite(self.content):
+        if self.content is not None and not math.isfinite(self.content):
             raise ConfigError(f"content must be finite, got {self.content}; 0 asks about the bias alone")
         if self.tolerance is not None and not 0 < self.tolerance < 1:
             raise ConfigError(f"tolerance must lie between 0 and 1, got {self.tolerance}")
+        if self.plot is not None and self.plot.suffix.lower() not in {".png", ".svg", ".pdf"}:
+            raise ConfigError(f"plot must end in .png, .svg or .pdf, got {str(self.plot)!r}")
+        self._check_model()
+
+    def _check_model(self) -> None:
+        if self.model is None:
+            if self.data is not None:
+                raise ConfigError("data must be left out where no model is given to be measured on it")
+            return
+        for name in ("heads", "rule", "max_bias", "content"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name} must be left out where a model is given, which has its own")
 
 
 @dataclass(frozen=True, kw_only=True)
