@@ -107,6 +107,20 @@ def test_a_head_is_the_embeddings_only_where_the_folder_says_so(kind: str, tmp_p
         load(publish(tmp_path, kind, tensors, tie_word_embeddings=False))
 
 
+@every_kind
+def test_a_grown_vocabulary_is_saved_and_loaded(kind: str, tmp_path: Path) -> None:
+    model, ids = make(kind), ids_of()
+    with torch.no_grad():
+        before = model(ids).logits
+        model.resize_token_embeddings(61)
+        grown = model(ids).logits
+        model.save_pretrained(tmp_path)
+        assert torch.equal(load(tmp_path)(ids).logits, grown)
+    # A product with more rows may add in another order: of 48 terms, each rounded once, and of a norm near 1.
+    assert grown.shape[-1] == 61
+    assert (grown[..., :53] - before).abs().max() <= 48 * torch.finfo(torch.float32).eps * before.abs().max()
+
+
 @every_decoder
 def test_a_caller_may_say_none_of_what_is_returned(kind: str) -> None:
     """As peft's models do."""

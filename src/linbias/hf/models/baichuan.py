@@ -168,6 +168,15 @@ class BaichuanForCausalLM(CausalModel):
         self.lm_head = head(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Replace the head; it goes on multiplying with rows of length 1 where it did."""
+        head, weight = new_embeddings, new_embeddings.weight
+        if self.config.norm_head and not isinstance(head, NormHead):
+            # A resized head is a linear layer to transformers, whatever it was.
+            head = NormHead(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            head.weight = weight
+        self.lm_head = head
+
     def loss_of(self, logits: Tensor, labels: Tensor, options: Mapping[str, Any]) -> Tensor:
         """Cross-entropy, and `z_loss_weight` times the mean square of each token's largest logit."""
         loss, weight = super().loss_of(logits, labels, options), self.config.z_loss_weight
