@@ -4,7 +4,9 @@
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from .positions import SCHEMES
 
 VOCABULARY = 256
 """Models read and predict bytes."""
@@ -14,14 +16,21 @@ _MOST_LAYERS = 1024
 _MOST_TOKENS = 2**26
 _INT64 = 2**63 - 1
 
-TrainedScheme = Literal["alibi", "sinusoidal", "learned", "rope", "none"]
-AnyScheme = Literal["alibi", "sinusoidal", "learned", "rope", "none", "alibi-window"]
+ALL_SCHEMES: tuple[str, ...] = tuple(name for name, scheme in SCHEMES.items() if scheme.trained_as is None)
+USUAL_SCHEMES: tuple[str, ...] = tuple(name for name in ALL_SCHEMES if SCHEMES[name].usual)
+TEST_SCHEMES: tuple[str, ...] = tuple(name for name, scheme in SCHEMES.items() if scheme.trained_as is not None)
+USUAL_TESTS: tuple[str, ...] = tuple(name for name in TEST_SCHEMES if SCHEMES[name].usual)
+if TYPE_CHECKING:
+    TrainedScheme = str
+    TestScheme = str
+    AnyScheme = str
+else:  # the command line shows and checks the names that SCHEMES has
+    TrainedScheme, TestScheme, AnyScheme = Literal[ALL_SCHEMES], Literal[TEST_SCHEMES], Literal[tuple(SCHEMES)]
 Split = Literal["train", "validation", "test"]
 BenchPart = Literal["forward", "training"]
 DtypeName = Literal["float16", "bfloat16", "float32", "float64"]
 
 ALL_PARTS: tuple[BenchPart, ...] = ("forward", "training")
-ALL_SCHEMES: tuple[TrainedScheme, ...] = ("alibi", "sinusoidal", "learned", "rope", "none")
 
 
 class ConfigError(ValueError):
@@ -202,7 +211,7 @@ class EvaluateCommand:
     """A checkpoint written by train or compare."""
     scheme: AnyScheme | None = None
     """Run the weights with another scheme than they were trained with, where that is possible: alibi-window limits
-    ALiBi's attention to the training length."""
+    ALiBi's attention to the training length, rope-yarn stretches RoPE."""
     data: Path | None = None
     """Text file or folder; if not given, the data that the checkpoint names, as long as no byte of it has changed."""
     split: Split = "test"
@@ -223,8 +232,11 @@ class CompareCommand(_Training):
     same command goes on where it stopped. What has not changed since an earlier run is reused.
     """
 
-    schemes: tuple[TrainedScheme, ...] = ALL_SCHEMES
+    schemes: tuple[TrainedScheme, ...] = USUAL_SCHEMES
     """Which schemes to compare."""
+    test_schemes: tuple[TestScheme, ...] = USUAL_TESTS
+    """What else to run the trained weights with beyond the training length. Each changes a checkpoint's rule, and the
+    report says how; those whose scheme is not compared are left out."""
     out: Path = Path("linbias-compare")
     """Folder for the report, checkpoints and scores."""
     workers: int | None = None
@@ -235,8 +247,9 @@ class CompareCommand(_Training):
         at_least(1, workers=self.workers)
         if not self.schemes:
             raise ConfigError(f"schemes must name at least one of {', '.join(ALL_SCHEMES)}")
-        if len(set(self.schemes)) < len(self.schemes):
-            raise ConfigError(f"schemes must not repeat, got {' '.join(self.schemes)}")
+        for name, given in (("schemes", self.schemes), ("test_schemes", self.test_schemes)):
+            if len(set(given)) < len(given):
+                raise ConfigError(f"{name} must not repeat, got {' '.join(given)}")
 
 
 @dataclass(frozen=True, kw_only=True)

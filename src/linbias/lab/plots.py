@@ -11,6 +11,7 @@ import numpy as np
 from .config import InspectCommand
 from .extras import need
 from .heads import HeadFacts
+from .positions import SCHEMES
 from .results import Results, Row
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart, and a shape for each, for print.
@@ -20,7 +21,14 @@ _LOOKS = {
     "sinusoidal": ("#CC79A7", "D"),
     "learned": ("#009E73", "^"),
     "none": ("#7F7F7F", "v"),
+    "t5": ("#E69F00", "P"),
+    "kerple": ("#882255", "X"),
+    "alibi-learned": ("#56B4E9", "<"),
+    "alibi-half": ("#44AA99", ">"),
 }
+_OTHER_LOOK = ("#1f2430", "*")
+_DASHES = ((0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (9, 2)))
+"""Of schemes that run the weights of another, whose colour they have, in their order."""
 INK, QUIET = "#1f2430", "#8a8f9c"
 _DPI = 160
 
@@ -76,6 +84,14 @@ def _length_axis(ax: Any, ticks: tuple[int, ...], trained: int) -> None:
     ax.axvline(trained, color=QUIET, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
 
 
+def _look(scheme: str) -> tuple[str, str, Any]:
+    """Colour, marker and line style of a scheme."""
+    base = SCHEMES[scheme].trained_as
+    colour, marker = _LOOKS.get(base or scheme, _OTHER_LOOK)
+    siblings = [name for name, other in SCHEMES.items() if base is not None and other.trained_as == base]
+    return colour, marker, _DASHES[siblings.index(scheme) % len(_DASHES)] if siblings else "-"
+
+
 def draw_comparison(results: Results) -> bytes:
     """Return a PNG: loss by window length, and loss by place in the longest window."""
     figure, (by_length, by_place) = new_figure(12.0, 4.6, 2)
@@ -105,17 +121,18 @@ def _draw_by_length(ax: Any, row: Row) -> None:
     if not cells:
         return
     x, y = [cell.length for cell in cells], [bits.mean for bits in estimates]
-    colour, marker = _LOOKS[row.scheme]
+    colour, marker, dashes = _look(row.scheme)
     below = [0.0 if bits.low is None else bits.mean - bits.low for bits in estimates]
     above = [0.0 if bits.high is None else bits.high - bits.mean for bits in estimates]
-    ax.errorbar(x, y, yerr=(below, above), color=colour, marker=marker, markersize=5, linewidth=2, capsize=3, zorder=3)
+    style = {"color": colour, "marker": marker, "linestyle": dashes, "markersize": 5, "linewidth": 2}
+    ax.errorbar(x, y, yerr=(below, above), capsize=3, zorder=3, **style)
 
 
 def _draw_by_place(ax: Any, row: Row) -> None:
     curve = row.by_place()
-    colour, _ = _LOOKS[row.scheme]
+    colour, _, dashes = _look(row.scheme)
     x = [((bin["first"] + 1) * (bin["last"] + 1)) ** 0.5 for bin in curve]
-    ax.plot(x, [bin["bits"] for bin in curve], color=colour, linewidth=2, label=row.label, zorder=3)
+    ax.plot(x, [bin["bits"] for bin in curve], color=colour, linestyle=dashes, linewidth=2, label=row.label, zorder=3)
 
 
 def draw_heads(command: InspectCommand, facts: list[HeadFacts]) -> bytes:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What results say, in words: every sentence is computed from the numbers it states."""
 
+from .positions import SCHEMES
 from .results import Cell, Estimate, Results, Row
 
 
@@ -23,6 +24,7 @@ def remarks(results: Results) -> list[str]:
         for row in results.table_rows()
         for reason, cells in _refusals(row)
     ]
+    found += changed_rules(results)
     early = early_token_effect(results)
     return found + ([early] if early else [])
 
@@ -33,6 +35,16 @@ def _refusals(row: Row) -> list[tuple[str, list[Cell]]]:
         if cell.why_not is not None:
             grouped.setdefault(cell.why_not, []).append(cell)
     return list(grouped.items())
+
+
+def changed_rules(results: Results) -> list[str]:
+    """Say which rows run trained weights with another rule than that of their training, and what it changes."""
+    return [
+        f"{row.label}: not trained; the weights of {SCHEMES[base].label}, and beyond {results.trained_length:,} bytes "
+        f"{SCHEMES[row.scheme].change}."
+        for row in results.table_rows()
+        if (base := SCHEMES[row.scheme].trained_as) is not None
+    ]
 
 
 def early_token_effect(results: Results) -> str | None:

@@ -94,8 +94,8 @@ class Results:
         return next((row for row in self.rows if row.scheme == scheme), None)
 
     def table_rows(self) -> tuple[Row, ...]:
-        """Return the rows of schemes that were trained; the others only help to explain these."""
-        return tuple(row for row in self.rows if SCHEMES[row.scheme].trained_as is None)
+        """Return the rows of schemes that have a cell at every length; the others only help to explain these."""
+        return tuple(row for row in self.rows if len(row.cells) == len(self.lengths))
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything in types that JSON knows."""
