@@ -22,6 +22,7 @@ from .lab.config import (
     TrainCommand,
 )
 from .lab.data import DataError
+from .lab.evaluations.commands import EVALUATIONS
 from .lab.exports import results_text, write_exports
 from .lab.extras import MissingExtra, need
 from .lab.heads import heads_table, inspect_heads
@@ -138,6 +139,7 @@ _COMMANDS = {
     "inspect": InspectCommand,
     "doctor": DoctorCommand,
     "bench": BenchCommand,
+    **{name: kind for name, (kind, _) in EVALUATIONS.items()},
 }
 _RUN: dict[type, Callable[[Any], None]] = {
     CompareCommand: _compare,
@@ -146,6 +148,7 @@ _RUN: dict[type, Callable[[Any], None]] = {
     InspectCommand: _inspect,
     DoctorCommand: _doctor,
     BenchCommand: _bench,
+    **dict(EVALUATIONS.values()),
 }
 
 if __name__ == "__main__":

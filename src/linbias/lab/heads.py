@@ -12,7 +12,7 @@ from ..semantics.problem import default_tolerance
 from .config import InspectCommand
 from .tables import align
 
-_DTYPES = {
+DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
@@ -62,7 +62,7 @@ class HeadFacts:
 
 def inspect_heads(command: InspectCommand) -> list[HeadFacts]:
     """Return the facts of each head."""
-    dtype = _DTYPES[command.dtype]
+    dtype = DTYPES[command.dtype]
     slopes = alibi_slopes(command.heads, rule=command.rule, max_bias=command.max_bias)
     tolerance = command.tolerance or default_tolerance(dtype)
     reaches = reach(slopes, tolerance=tolerance, content=command.content).double()
@@ -93,7 +93,7 @@ def _share_of_pairs(far: float, length: int) -> float:
 
 def heads_table(command: InspectCommand, facts: list[HeadFacts]) -> str:
     """Return what `linbias inspect` prints."""
-    tolerance = command.tolerance or default_tolerance(_DTYPES[command.dtype])
+    tolerance = command.tolerance or default_tolerance(DTYPES[command.dtype])
     header = ("head", "slope", "1/slope", "reach", "of keys", "of pairs", f"0 in {command.dtype}")
     body = [
         (
