@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+import errno
+import io
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 
@@ -100,7 +105,8 @@ def test_data_that_changed_after_training_is_not_scored(checkpoint, text_file, c
     assert "changed since (by SHA-256), so that it may be tested on bytes it was trained on" in told
     assert "--data" in told
     assert evaluate(checkpoint, "--data", str(text_file)) == 0
-    assert "nothing here tells whether the model was trained on some of it" in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "nothing here tells whether the model was trained on some of it" in shown
 
 
 def test_a_path_that_a_checkpoint_names_is_told_before_it_is_read(checkpoint, text_file, capsys):
@@ -173,6 +179,117 @@ def test_errors_name_what_was_wrong(arguments, message, capsys, tmp_path, monkey
     shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert message in shown
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def standard_output(monkeypatch):
+    """Make the standard output a pipe nobody reads, a full disk, or a terminal of another encoding."""
+    opened = []
+
+    def become(kind):
+        if kind == "left":
+            read, write = os.pipe()
+            os.close(read)
+        else:
+            write = os.open("/dev/full" if kind == "full" else os.devnull, os.O_WRONLY)
+        opened.append(open(write, "w", encoding=kind if kind in {"cp1252", "ascii"} else "utf-8"))
+        monkeypatch.setattr("sys.stdout", opened[-1])
+
+    yield become
+    for file in opened:
+        file.close()
+
+
+@pytest.mark.parametrize(("kind", "status"), [("left", 141), ("full", 1), ("cp1252", 0), ("ascii", 0)])
+def test_files_are_written_whatever_becomes_of_the_output(text_file, tmp_path, capsys, standard_output, kind, status):
+    if kind == "full" and not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    out = tmp_path / "小説 ± 报告"
+    arguments = ["--data", str(text_file), "--out", str(out), *SMALL, "--test-bytes", "64", "--lengths", "8"]
+    standard_output(kind)
+    assert main(["compare", *arguments, "--schemes", "none", "--workers", "1"]) == status
+    assert {"report.html", "plot.png", "results.csv", "results.json"} <= {path.name for path in out.iterdir()}
+    (checkpoint,) = out.glob("checkpoints/*.safetensors")
+    standard_output(kind)
+    assert evaluate(checkpoint, "--json", str(out / "found.json")) == status
+    assert json.loads((out / "found.json").read_text())["scored"] == 72
+    standard_output(kind)
+    assert main(["inspect", "--heads", "3", "--plot", str(out / "heads.png")]) == status
+    assert (out / "heads.png").exists()
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    assert told.count("cannot print: No space left on device: 'standard output'") == (3 if kind == "full" else 0)
+
+
+def test_help_that_nobody_reads_is_no_error(standard_output, capsys):
+    standard_output("left")
+    assert main(["--help"]) == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_work_goes_on_when_nobody_reads_its_progress(text_file, tmp_path, monkeypatch):
+    class Gone(io.StringIO):
+        tried = 0
+
+        def write(self, text):
+            self.tried += 1
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    monkeypatch.setattr("linbias.lab.progress._LINE_SECONDS", 0.0)
+    for place, stderr in (("runs", Gone()), ("more", None)):
+        with monkeypatch.context() as context:
+            context.setattr("sys.stderr", stderr)
+            assert main(["train", "--data", str(text_file), "--out", str(tmp_path / place), *SMALL]) == 0
+        assert stderr is None or stderr.tried == 1
+
+
+def test_a_full_disk_and_a_folder_without_rights_are_told_by_the_file(tmp_path, capsys, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    plot = tmp_path / "heads.png"
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    assert main(["inspect", "--plot", str(plot)]) == 1
+    assert f"cannot write: No space left on device: '{plot}'" in capsys.readouterr().err
+    monkeypatch.undo()
+    (tmp_path / "file").write_text("no folder")
+    assert main(["inspect", "--plot", str(tmp_path / "file" / "heads.png")]) == 1
+    assert "file" in (told := capsys.readouterr().err) and ".tmp" not in told
+    monkeypatch.setattr("os.replace", lambda *names: os.rename(tmp_path / "absent", names[0]))
+    assert main(["inspect", "--plot", str(plot)]) == 1
+    assert f"cannot write: No such file or directory: '{plot}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rate", ["1e9", "1e38", "1e300"])
+def test_a_training_that_diverges_is_an_error(text_file, tmp_path, capsys, rate):
+    arguments = ["train", "--data", str(text_file), "--out", str(tmp_path / "runs"), *SMALL, "--learning-rate", rate]
+    told = []
+    for _ in range(2):
+        assert main(arguments) == 1
+        told.append(capsys.readouterr().err.splitlines()[-2:])
+    assert told[0] == told[1]
+    assert re.search(r"training diverged at update \d of 5: the (validation )?loss is ", told[0][0])
+    assert f"try a learning rate below {float(rate):g}" in told[0][0]
+    (file,) = (tmp_path / "runs").iterdir()
+    assert file.name.endswith(".diverged.json")
+
+
+def test_a_comparison_without_a_figure_is_written_and_an_error(text_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = ["compare", "--data", str(text_file), "--schemes", "alibi", "learned", "--out", str(out), *SMALL]
+    arguments += ["--lengths", "8", "16", "--test-bytes", "64", "--workers", "1", "--learning-rate", "1e20"]
+    assert main(arguments) == 1
+    shown = capsys.readouterr()
+    assert shown.out.count("ALiBi: training diverged at update") == 1
+    assert "every training diverged" in shown.err
+    assert "diverged" in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_decides_the_exit_status(text_file, tmp_path, capsys, monkeypatch, signum, status):
+    monkeypatch.setattr("linbias.lab.train.Trainer.update", lambda self: os.kill(os.getpid(), signum) or 1.0)
+    assert main(["train", "--data", str(text_file), "--out", str(tmp_path / "runs"), *SMALL]) == status
+    assert "the same command goes on from here" in capsys.readouterr().err
 
 
 def test_inspect_draws_and_tabulates(tmp_path, capsys):

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: one subcommand for each command class of the workbench."""
 
+import io
 import json
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, TextIO, Union, cast
 
 from .errors import BackendUnavailable
 from .lab import doctor
@@ -21,7 +26,7 @@ from .lab.config import (
     InspectCommand,
     TrainCommand,
 )
-from .lab.data import DataError
+from .lab.data import DataError, printable
 from .lab.evaluations.commands import EVALUATIONS
 from .lab.exports import results_text, write_exports
 from .lab.extras import MissingExtra, need
@@ -31,13 +36,18 @@ from .lab.progress import Interrupted
 from .lab.single import describe_evaluation, describe_training, evaluate_checkpoint, train_one
 from .lab.storage import CheckpointError, write_bytes, write_text
 from .lab.tasks import WorkerDied
+from .lab.train import Diverged
 
-_INTERRUPTED = 130
+_SIGNALLED = 128
+"""What a shell adds to the number of the signal that ended a program."""
+_SIGPIPE = 13
 _ERRORS = (
     BackendUnavailable,
     CheckpointError,
     ConfigError,
     DataError,
+    Diverged,
+    MemoryError,
     MissingExtra,
     OSError,
     Unfit,
@@ -55,21 +65,68 @@ Start with:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0, 1 on an error, 130 if interrupted, 2 on wrong usage."""
+    """Run the command line and return its exit status.
+
+    0, 1 on an error, 2 on wrong usage, 130 and 143 after Ctrl-C and SIGTERM, 141 if whoever read the output left. Files
+    are written before anything is printed, so that none is lost with the output.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name that the terminal's encoding lacks is shown escaped.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         command = _parse(given)
         _RUN[type(command)](command)
+    except NobodyReads:
+        return _SIGNALLED + _SIGPIPE
     except Interrupted as stop:
-        print(f"linbias: {stop}; the same command goes on from here", file=sys.stderr)
-        return _INTERRUPTED
+        _complain(f"linbias: {stop}; the same command goes on from here")
+        return _SIGNALLED + stop.signum
     except KeyboardInterrupt:
-        print("linbias: interrupted", file=sys.stderr)
-        return _INTERRUPTED
-    except _ERRORS as error:
-        print("\n".join([f"linbias: error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        _complain("linbias: interrupted")
+        return _SIGNALLED + signal.SIGINT
+    except (*_ERRORS, RuntimeError) as error:
+        # torch says that memory is out in a RuntimeError, which may also be a fault of the program.
+        if not isinstance(error, _ERRORS) and "memory" not in str(error):
+            raise
+        _complain("\n".join([f"linbias: error: {error or 'out of memory'}", *getattr(error, "__notes__", [])]))
         return 1
     return 0
+
+
+class NobodyReads(Exception):
+    """Whoever read the standard output is gone, as in `linbias compare | head -1`."""
+
+
+@contextmanager
+def _printing() -> Generator[None]:
+    """What is printed inside is out when the block ends.
+
+    Raises: NobodyReads; OSError, which says that the output could not be written, and no file.
+    """
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        # What is left in the buffer would fail once more when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), cast(TextIO, sys.stdout).fileno())
+        if isinstance(error, BrokenPipeError):
+            raise NobodyReads from None
+        raise OSError(error.errno, f"cannot print: {error.strerror}", "standard output") from None
+
+
+def _say(text: str) -> None:
+    with _printing():
+        print(text)
+
+
+def _complain(text: str) -> None:
+    # There may be nobody to complain to.
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _parse(arguments: list[str]) -> Any:
@@ -78,25 +135,26 @@ def _parse(arguments: list[str]) -> Any:
         return DoctorCommand(json="--json" in arguments)
     tyro = need("tyro")
     commands = tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in _COMMANDS.items())
-    return tyro.cli(
-        Union[commands],  # noqa: UP007
-        prog="linbias",
-        description=_DESCRIPTION,
-        args=arguments,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
-    )
+    with _printing():
+        return tyro.cli(
+            Union[commands],  # noqa: UP007
+            prog="linbias",
+            description=_DESCRIPTION,
+            args=arguments,
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
+        )
 
 
 def _train(command: TrainCommand) -> None:
-    print(describe_training(train_one(command)))
+    _say(describe_training(train_one(command)))
 
 
 def _evaluate(command: EvaluateCommand) -> None:
     found = evaluate_checkpoint(command)
-    print(describe_evaluation(found))
-    if command.json is not None:
-        write_text(command.json, json.dumps(found, indent=1))
-        print(f"\nwritten: {command.json}")
+    files = [] if command.json is None else [command.json]
+    for path in files:
+        write_text(path, json.dumps(found, indent=1, allow_nan=False))
+    _report(describe_evaluation(found), files)
 
 
 def _compare(command: CompareCommand) -> None:
@@ -104,32 +162,39 @@ def _compare(command: CompareCommand) -> None:
     for package in ("matplotlib", "jinja2", "safetensors", "tqdm"):
         need(package)
     results = compare(command)
-    print(results_text(results))
-    _written(write_exports(results, command.out))
+    files = write_exports(results, command.out)
+    _report(results_text(results), files)
+    if all(row.diverged for row in results.rows):
+        raise Diverged("every training diverged; try a lower learning rate")
 
 
 def _inspect(command: InspectCommand) -> None:
     facts = inspect_heads(command)
-    print(heads_table(command, facts))
     write_bytes(command.plot, draw_heads(command, facts))
-    _written([command.plot])
+    _report(heads_table(command, facts), [command.plot])
 
 
 def _doctor(command: DoctorCommand) -> None:
     found = doctor.examine()
-    print(json.dumps(found, indent=1) if command.json else doctor.describe(found))
+    _say(json.dumps(found, indent=1) if command.json else doctor.describe(found))
 
 
 def _bench(command: BenchCommand) -> None:
     for package in ("matplotlib", "tqdm"):
         need(package)
     record = bench(command)
-    print(describe_bench(record))
-    _written(write_plot(record, command.out))
+    files = write_plot(record, command.out)
+    _report(describe_bench(record), files)
 
 
-def _written(files: list[Path]) -> None:
-    print("\nwritten: " + ", ".join(map(str, files)))
+def _answer(run: Callable[[Any], tuple[str, list[Path]]], command: Any) -> None:
+    _report(*run(command))
+
+
+def _report(text: str, written: Sequence[Path]) -> None:
+    """Print a text and the files that were written before it."""
+    files = [f"\n\nwritten: {', '.join(map(printable, written))}"] if written else []
+    _say("".join([text, *files]))
 
 
 _COMMANDS = {
@@ -148,7 +213,7 @@ _RUN: dict[type, Callable[[Any], None]] = {
     InspectCommand: _inspect,
     DoctorCommand: _doctor,
     BenchCommand: _bench,
-    **dict(EVALUATIONS.values()),
+    **{kind: partial(_answer, run) for kind, run in EVALUATIONS.values()},
 }
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import itertools
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,11 +10,13 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from linbias.lab import tasks
 from linbias.lab.compare import Comparison, compare
 from linbias.lab.config import USUAL_SCHEMES, USUAL_TESTS, CompareCommand, ConfigError, EvaluateConfig
 from linbias.lab.data import DataError
+from linbias.lab.exports import results_text, write_exports
 from linbias.lab.progress import Interrupted
 from linbias.lab.remarks import remarks
 from linbias.lab.train import Trainer
@@ -102,6 +106,33 @@ def test_impossible_plans_fail_before_anything_runs(command):
     with pytest.raises(ConfigError, match="stride must not exceed the shortest length, 8, got 9"):
         compare(replace(command, evaluate=EvaluateConfig(stride=9)))
     assert not command.out.exists()
+
+
+def test_a_scheme_that_diverges_stops_alone_and_is_not_tried_again(command, monkeypatch, capsys):
+    command = replace(command, schemes=("none", "rope", "alibi"), test_schemes=())
+    healthy = compare(replace(command, out=command.out / "healthy"))
+    original, updates = Trainer.update, []
+
+    def update(self):
+        updates.append(self.run.scheme)
+        if self.run.scheme == "rope" and self.step == 3:
+            next(self.decoder.parameters()).data.fill_(torch.nan)
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "update", update)
+    found = compare(command)
+    assert updates.count("rope") == 4
+    assert re.search(r"rope: training diverged at update 4 of 7: the loss is nan, \d", capsys.readouterr().err)
+    assert [row for row in numbers(found) if row[0] != "rope"] == [row for row in numbers(healthy) if row[0] != "rope"]
+    rope = found.row("rope")
+    assert rope.diverged.startswith("training diverged at update 4 of 7")
+    assert {cell.why_not for cell in rope.cells} == {rope.diverged}
+    json.dumps(found.as_dict(), allow_nan=False)
+    write_exports(found, command.out)
+    assert "RoPE: training diverged at update 4 of 7" in (command.out / "report.html").read_text()
+    assert results_text(found).count("diverged") == 2 * 3 + 1
+    assert numbers(compare(command)) == numbers(found)
+    assert updates.count("rope") == 4
 
 
 def test_processes_are_as_many_as_cores_and_schemes_allow(command, monkeypatch):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import re
+import time
 
 import pytest
 from tqdm import tqdm
@@ -69,3 +70,22 @@ def test_bars_on_a_terminal_end_where_the_work_ends(monkeypatch, capsys):
     told = capsys.readouterr().err
     assert "a line that stays" in told
     assert re.search(r"compare +\d+ % \|.*\| 00:0\d gone, .* left", told)
+
+
+@pytest.mark.parametrize("columns", [80, 100, 200])
+def test_the_time_left_is_on_every_line_of_a_terminal(monkeypatch, capsys, columns):
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(progress.sys.stderr, "fileno", lambda: 2)
+    monkeypatch.setattr(progress.os, "get_terminal_size", lambda _: progress.os.terminal_size((columns, 24)))
+    with Progress("compare", {"test alibi-window at 2,048": 2.0, "train sinusoidal": 6.0}) as shown:
+        shown.advance("test alibi-window at 2,048", 0.0)
+        shown.advance("train sinusoidal", 0.0)
+        time.sleep(0.15)
+        shown.advance("test alibi-window at 2,048", 0.25)
+        shown.advance("train sinusoidal", 0.5, "12.34 bits")
+        for bar in (shown._whole, *shown._bars.values()):
+            bar.refresh()
+            line = str(bar)
+            assert len(line) <= columns
+            assert re.search(r"\| 00:0\d gone, \d\d:\d\d left", line)
+        assert "12.34 bits" in str(shown._bars["train sinusoidal"])

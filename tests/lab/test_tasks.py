@@ -109,10 +109,11 @@ def test_a_signal_lets_tasks_save_and_starts_no_others(tmp_path, workers, signum
     ]
     monkeypatch.setattr(sys.modules[__name__], "on_advance", send)
     handler = signal.getsignal(signum)
-    with pytest.raises(Interrupted):
+    with pytest.raises(Interrupted) as stopped:
         run_tasks("test", wanted, workers)
     assert [path.name for path in tmp_path.iterdir()] == ["slow"]
     assert signal.getsignal(signum) is handler
+    assert stopped.value.signum == signum
 
 
 @pytest.mark.slow

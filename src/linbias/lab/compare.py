@@ -5,6 +5,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from .positions import SCHEMES, why_not
 from .progress import Tell
 from .results import Results, Row, make_cells
 from .tasks import Task, run_tasks, usable_cores
-from .train import Run, load_checkpoint, resolve_device, train, training_cost
+from .train import ANEW, Diverged, Run, load_checkpoint, resolve_device, train, training_cost
 
 
 @dataclass(frozen=True)
@@ -128,20 +129,28 @@ def _corpus(source: Path | None) -> Corpus:
     return load_corpus(source)
 
 
-def _train(command: CompareCommand, scheme: TrainedScheme, tell: Tell) -> None:
+def _train(command: CompareCommand, scheme: TrainedScheme, tell: Tell) -> str | None:
     plan = Comparison(command)
-    train(plan.run(scheme), plan.checkpoints, tell)
+    try:
+        train(plan.run(scheme), plan.checkpoints, tell)
+    except Diverged as how:
+        tell(1.0, "diverged")
+        return f"{scheme}: {how}"
+    return None
 
 
 def _test(command: CompareCommand, trained: TrainedScheme, scheme: AnyScheme, length: int, tell: Tell) -> None:
     plan = Comparison(command)
+    if plan.run(trained).divergence(plan.checkpoints) is not None:
+        tell(1.0, "")
+        return
     trial = _trial(plan, trained, scheme, length)
     score(trial, tell, trial.file(plan.scores))
 
 
 def _trial(plan: Comparison, trained: TrainedScheme, scheme: AnyScheme, length: int) -> Trial:
     return Trial(
-        trained=load_checkpoint(plan.run(trained).checkpoint(plan.checkpoints)),
+        trained=load_checkpoint(plan.run(trained).checkpoint(plan.checkpoints), ANEW),
         scheme=scheme,
         text=plan.corpus.test,
         length=length,
@@ -171,14 +180,16 @@ def collect(plan: Comparison) -> Results:
 
 def _rows(plan: Comparison, trained: TrainedScheme, segments: int) -> list[Row]:
     """The row of a trained scheme, and one for each scheme that was run with its weights."""
-    path = plan.run(trained).checkpoint(plan.checkpoints)
-    about = load_checkpoint(path).about
+    run = plan.run(trained)
+    path = run.checkpoint(plan.checkpoints)
+    diverged = run.divergence(plan.checkpoints)
+    about: dict[str, Any] = {"seconds": 0.0, "curve": []} if diverged else load_checkpoint(path, ANEW).about
     scores: dict[AnyScheme, dict[int, Tensor | str]] = {
         trained: {length: reason for length in plan.lengths if (reason := plan.why_not(trained, length))}
     }
     for scheme, length in plan.trials(trained):
-        file = _trial(plan, trained, scheme, length).file(plan.scores)
-        scores.setdefault(scheme, {})[length] = load_scores(file)[0]
+        found = diverged or load_scores(_trial(plan, trained, scheme, length).file(plan.scores))[0]
+        scores.setdefault(scheme, {})[length] = found
     for scheme in plan.stretched(trained):
         # Up to the training length they are the scheme itself.
         scores[scheme] = {length: found for length, found in scores[trained].items()} | scores.get(scheme, {})
@@ -188,7 +199,8 @@ def _rows(plan: Comparison, trained: TrainedScheme, segments: int) -> list[Row]:
             parameters=count_parameters(build_decoder(plan.command.model, scheme, plan.command.train.length, seed=0)),
             seconds=about["seconds"],
             curve=about["curve"],
-            checkpoint=path.name,
+            checkpoint=None if diverged else path.name,
+            diverged=diverged,
             cells=make_cells(found, segments, plan.command.evaluate.stride),
         )
         for scheme, found in scores.items()
@@ -197,6 +209,8 @@ def _rows(plan: Comparison, trained: TrainedScheme, segments: int) -> list[Row]:
 
 def compare(command: CompareCommand) -> Results:
     """Run a comparison, or what is missing of it, and return what it found.
+
+    A scheme whose training diverges is told of where its figures would stand.
 
     Raises:
         Interrupted: stopped on request; calling again goes on.

@@ -176,7 +176,7 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Training:
+class TrainingCommand:
     """What every command that trains can be told."""
 
     data: Path | None = None
@@ -189,7 +189,7 @@ class _Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainCommand(_Training):
+class TrainCommand(TrainingCommand):
     """Train one model with one positional scheme and keep it as a checkpoint.
 
     Interrupt it whenever you like (Ctrl-C): the same command goes on where it stopped, and ends with the weights it
@@ -224,7 +224,7 @@ class EvaluateCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareCommand(_Training):
+class CompareCommand(TrainingCommand):
     """Train a model with each positional scheme on short passages, test all of them on texts up to 16 times longer.
 
     Everything but the scheme is the same: data, order of passages, first weights, budget, bytes scored. Writes a table,

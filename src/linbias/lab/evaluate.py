@@ -145,7 +145,7 @@ def score(trial: Trial, tell: Tell = silent, file: Path | None = None) -> Tensor
         while done < len(windows.starts):
             pieces.append(_score_windows(model, text, windows, slice(done, done + batch)))
             done = min(done + batch, len(windows.starts))
-            tell(done / len(windows.starts), f"testing at {trial.length:,}")
+            tell(done / len(windows.starts), "")
             if clock.due():
                 _save(file, pieces, done)
     except Interrupted:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from .page import write_page
 from .plots import draw_comparison
-from .remarks import remarks
-from .results import Cell, Results
+from .remarks import perplexity_text, remarks
+from .results import Cell, Results, Row
 from .statistics import METHOD
 from .storage import write_bytes, write_text
-from .tables import align
+from .tables import align, wrap
 
 _COLUMNS = (
     *("scheme", "trained_length", "length", "stride", "scored_bytes", "segments"),
@@ -59,26 +59,26 @@ def results_text(results: Results) -> str:
     lengths = results.lengths
     stride = "no overlap" if results.stride is None else f"stride {results.stride:,}"
     header = ("scheme", *(f"{length:,}" for length in lengths))
-    bits = [(row.label, *map(_bits, row.cells)) for row in results.table_rows()]
-    perplexity = [(row.label, *map(_perplexity, row.cells)) for row in results.table_rows()]
+    bits = [(row.label, *_bits(row)) for row in results.table_rows()]
+    perplexity = [(row.label, *_perplexity(row)) for row in results.table_rows()]
     intro = (
         f"trained on passages of {results.trained_length:,} bytes, "
         f"tested on {results.scored:,} bytes of {results.text} ({stride})"
     )
     parts = [
-        f"Bits per byte by window length: {intro}",
+        wrap(f"Bits per byte by window length: {intro}"),
         align(header, bits),
         "Perplexity per byte, 2 ** bits",
         align(header, perplexity),
-        *remarks(results),
-        f"±: half the width of the interval, a {METHOD}",
+        *map(wrap, remarks(results)),
+        wrap(f"±: half the width of the interval, a {METHOD}"),
     ]
     return "\n\n".join(parts)
 
 
-def _bits(cell: Cell) -> str:
-    return "cannot run" if cell.bits is None else str(cell.bits)
+def _bits(row: Row) -> list[str]:
+    return [row.absence if cell.bits is None else str(cell.bits) for cell in row.cells]
 
 
-def _perplexity(cell: Cell) -> str:
-    return "cannot run" if cell.perplexity is None else f"{cell.perplexity:.2f}"
+def _perplexity(row: Row) -> list[str]:
+    return [row.absence if cell.bits is None else perplexity_text(cell.perplexity, 2) for cell in row.cells]

@@ -120,3 +120,14 @@ def why_not(scheme: str, model: "ModelConfig", trained: int, length: int) -> str
     if longest is None or length <= longest:
         return None
     return f"its table ends at the training length, {longest:,}"
+
+
+def rule_change(scheme: str, trained: int) -> str | None:
+    """Say that `scheme` runs the weights of another and what it changes in their rule; None if it was trained."""
+    base = SCHEMES[scheme].trained_as
+    if base is None:
+        return None
+    return (
+        f"{SCHEMES[scheme].label}: not trained; the weights of {SCHEMES[base].label}, and beyond {trained:,} bytes "
+        f"{SCHEMES[scheme].change}."
+    )

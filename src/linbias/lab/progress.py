@@ -2,6 +2,7 @@
 """How far work is: bars with the time left, or where there is no terminal a line now and then."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +13,9 @@ from .extras import need
 SAVE_SECONDS = 5.0
 """Work lost at most when a process is killed outright; an interrupt loses none."""
 _LINE_SECONDS = 15.0
-_BAR = "{desc:<24} {percentage:3.0f} % |{bar:30}| {elapsed} gone, {remaining} left{postfix}"
+_BAR = "{desc:<28} {percentage:3.0f} % |{bar}| {elapsed} gone, {remaining} left{postfix}"
+_WIDEST = 110
+"""Columns of a terminal that bars use; they take what the words leave, which at 80 columns is enough for the time."""
 _LINE = "{desc}: {percentage:.0f} %, {elapsed} gone, {remaining} left{postfix}"
 
 Tell = Callable[[float, str], None]
@@ -25,9 +28,37 @@ It raises Interrupted where the work should save and end; never with part 1, whe
 class Interrupted(Exception):
     """Work stopped on request, after saving how far it came."""
 
+    signum: int = signal.SIGINT
+    """The signal that asked."""
+
 
 def silent(fraction: float, note: str) -> None:
     """Be a Tell that says nothing and never stops."""
+
+
+class _Screen:
+    """The standard error, or nothing once nobody reads it: work goes on all the same."""
+
+    def __init__(self) -> None:
+        self._file: Any = sys.stderr
+
+    def write(self, text: str) -> None:
+        self._try("write", text)
+
+    def flush(self) -> None:
+        self._try("flush")
+
+    def isatty(self) -> bool:
+        return self._try("isatty") or False
+
+    def _try(self, what: str, *given: str) -> Any:
+        try:
+            return None if self._file is None else getattr(self._file, what)(*given)
+        except (OSError, ValueError):  # ValueError: it is closed
+            self._file = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 class Progress:
@@ -37,13 +68,14 @@ class Progress:
         """`costs` by name, in any unit: which part of the whole each piece is."""
         self._tqdm: Any = need("tqdm").tqdm
         self._costs = costs
-        self._terminal = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+        self._screen = _Screen()
+        self._terminal = self._screen.isatty() and _columns() > 0
         self._fractions: dict[str, float] = {}
         self._finished: set[str] = set()
         self._bars: dict[str, Any] = {}
         self._notes: dict[str, str] = {}
         kind = self._tqdm if self._terminal else _lines(self._tqdm)
-        self._whole = _bar(kind, title, sum(costs.values()), _BAR if self._terminal else _LINE)
+        self._whole = self._bar(kind, title, sum(costs.values()), _BAR if self._terminal else _LINE)
 
     def __enter__(self) -> "Progress":
         """Return it."""
@@ -76,7 +108,7 @@ class Progress:
         self._whole.initial += gain
         self._whole.n += gain
         if self._terminal and fraction < 1:
-            self._bars[name] = _bar(self._tqdm, f"  {name}", 1.0, _BAR, fraction)
+            self._bars[name] = self._bar(self._tqdm, f"  {name}", 1.0, _BAR, fraction)
         elif fraction and not self._terminal:
             self.say(f"  {name}: {fraction:.0%} done before, reused")
 
@@ -92,24 +124,33 @@ class Progress:
     def say(self, text: str) -> None:
         """Show a line that stays."""
         if self._terminal:
-            self._tqdm.write(text, file=sys.stderr)
+            self._tqdm.write(text, file=self._screen)
         else:
-            print(text, file=sys.stderr, flush=True)
+            print(text, file=self._screen, flush=True)  # type: ignore[arg-type]
+
+    def _bar(self, kind: Any, title: str, total: float, form: str, initial: float = 0.0) -> Any:
+        bar = kind(
+            desc=title,
+            total=total,
+            initial=initial,
+            bar_format=form,
+            file=self._screen,
+            mininterval=_LINE_SECONDS if form == _LINE else 0.1,
+            delay=_LINE_SECONDS if form == _LINE else 0.0,
+            miniters=0,
+            smoothing=0,
+            leave=False,
+        )
+        # What tqdm asks for columns and lines each time it draws.
+        bar.dynamic_ncols = (lambda _: (_columns(), None)) if self._terminal else None
+        return bar
 
 
-def _bar(kind: Any, title: str, total: float, form: str, initial: float = 0.0) -> Any:
-    return kind(
-        desc=title,
-        total=total,
-        initial=initial,
-        bar_format=form,
-        mininterval=_LINE_SECONDS if form == _LINE else 0.1,
-        delay=_LINE_SECONDS if form == _LINE else 0.0,
-        miniters=0,
-        smoothing=0,
-        leave=False,
-        dynamic_ncols=True,
-    )
+def _columns() -> int:
+    try:
+        return min(os.get_terminal_size(sys.stderr.fileno()).columns, _WIDEST)
+    except (AttributeError, OSError, ValueError):
+        return 0
 
 
 def _lines(tqdm: Any) -> Any:

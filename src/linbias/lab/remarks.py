@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What results say, in words: every sentence is computed from the numbers it states."""
 
-from .positions import SCHEMES
+from .positions import rule_change
 from .results import Cell, Estimate, Results, Row
 
 
@@ -19,6 +19,7 @@ def headline(results: Results) -> str:
 def remarks(results: Results) -> list[str]:
     """Return the sentences below the table."""
     found = [headline(results)]
+    found += [f"{row.label}: {row.diverged}." for row in results.table_rows() if row.diverged]
     found += [
         f"{row.label}: cannot run at {', '.join(f'{cell.length:,}' for cell in cells)} bytes, because {reason}."
         for row in results.table_rows()
@@ -32,19 +33,15 @@ def remarks(results: Results) -> list[str]:
 def _refusals(row: Row) -> list[tuple[str, list[Cell]]]:
     grouped: dict[str, list[Cell]] = {}
     for cell in row.cells:
-        if cell.why_not is not None:
+        if cell.why_not is not None and row.diverged is None:
             grouped.setdefault(cell.why_not, []).append(cell)
     return list(grouped.items())
 
 
 def changed_rules(results: Results) -> list[str]:
     """Say which rows run trained weights with another rule than that of their training, and what it changes."""
-    return [
-        f"{row.label}: not trained; the weights of {SCHEMES[base].label}, and beyond {results.trained_length:,} bytes "
-        f"{SCHEMES[row.scheme].change}."
-        for row in results.table_rows()
-        if (base := SCHEMES[row.scheme].trained_as) is not None
-    ]
+    told = (rule_change(row.scheme, results.trained_length) for row in results.table_rows())
+    return [change for change in told if change is not None]
 
 
 def early_token_effect(results: Results) -> str | None:
@@ -74,3 +71,8 @@ def interval(estimate: Estimate) -> str:
     if estimate.low is None or estimate.high is None:
         return ""
     return f"{estimate.low:.3f} to {estimate.high:.3f}"
+
+
+def perplexity_text(perplexity: float | None, digits: int) -> str:
+    """Return a perplexity as tables show it; None is one that exceeds every float."""
+    return "beyond floats" if perplexity is None else f"{perplexity:.{digits}f}"

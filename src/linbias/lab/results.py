@@ -2,6 +2,7 @@
 """What tests found, as plain data."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -33,8 +34,8 @@ class Cell:
 
     @property
     def perplexity(self) -> float | None:
-        """Perplexity per byte, 2 ** bits."""
-        return None if self.bits is None else 2**self.bits.mean
+        """Perplexity per byte, 2 ** bits, None where there is none or it exceeds every float."""
+        return None if self.bits is None or self.bits.mean >= sys.float_info.max_exp else 2**self.bits.mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +48,21 @@ class Row:
     """Wall time of training."""
     curve: Sequence[tuple[int, float, float]]
     """Updates done, training loss since the last point, validation loss, in bits per byte."""
-    checkpoint: str
-    """File name."""
+    checkpoint: str | None
+    """File name; None if the training diverged."""
+    diverged: str | None = None
+    """How the training diverged, if it did; then no cell has a figure."""
     cells: tuple[Cell, ...]
 
     @property
     def label(self) -> str:
         """What tables call the scheme."""
         return SCHEMES[self.scheme].label
+
+    @property
+    def absence(self) -> str:
+        """What stands where a figure is missing."""
+        return "cannot run" if self.diverged is None else "diverged"
 
     def by_place(self) -> list[dict[str, Any]]:
         """Return bits per byte by context, each place from the shortest windows that have it.
@@ -121,6 +129,9 @@ def make_cells(scores: dict[int, Tensor | str], segments: int, stride: int | Non
             cells.append(Cell(length=length, why_not=nats))
             continue
         bits = segment_bits(nats, segments)
+        if not np.isfinite(bits).all():
+            cells.append(Cell(length=length, why_not="its loss there is no finite number"))
+            continue
         context = plan_windows(len(nats), length, stride).context()
         cells.append(
             Cell(

@@ -13,13 +13,13 @@ from .config import AnyScheme, EvaluateCommand, TrainCommand
 from .data import SPLITS, Corpus, DataError, Text, load_corpus
 from .evaluate import Trial, check_scheme, score, scored_bytes, testing_cost
 from .model import count_parameters
-from .positions import SCHEMES, why_not
+from .positions import SCHEMES, rule_change, why_not
 from .progress import Tell
-from .remarks import interval
+from .remarks import interval, perplexity_text
 from .results import make_cells
 from .statistics import METHOD, Estimate
 from .storage import CheckpointError
-from .tables import align
+from .tables import align, wrap
 from .tasks import Task, run_tasks
 from .train import Run, Trained, load_checkpoint, resolve_device, train
 
@@ -30,6 +30,7 @@ def train_one(command: TrainCommand) -> Path:
     Raises:
         Interrupted: stopped on request; calling again goes on.
         DataError: too little text.
+        Diverged: it ended in no model.
     """
     run = Run(
         scheme=command.scheme,
@@ -39,8 +40,13 @@ def train_one(command: TrainCommand) -> Path:
         device=resolve_device(command.device),
     )
 
-    run_tasks("linbias", [Task(name=f"train {run.scheme}", work=partial(train, run, command.out))])
+    run_tasks("linbias", [Task(name=f"train {run.scheme}", work=partial(_train, run, command.out))])
     return run.checkpoint(command.out)
+
+
+def _train(run: Run, folder: Path, tell: Tell) -> str | None:
+    train(run, folder, tell)
+    return run.corpus.remark()
 
 
 def describe_training(path: Path) -> str:
@@ -148,6 +154,7 @@ def _found(trained: Trained, trial: Trial, scores: dict[int, Tensor | str]) -> d
     return {
         "checkpoint": trained.about["fingerprint"],
         "scheme": trial.scheme,
+        "rule_change": rule_change(trial.scheme, trained.length),
         "trained_length": trained.length,
         "text": trial.text.name,
         "text_sha256": trial.text.digest,
@@ -162,15 +169,21 @@ def describe_evaluation(found: dict[str, Any]) -> str:
     """Return the text that `linbias evaluate` prints."""
     header = ("window", "bits per byte", "95 % interval", "perplexity", "mean context")
     stride = "windows do not overlap" if found["stride"] is None else f"windows move on by {found['stride']:,}"
+    label = SCHEMES[found["scheme"]].label
+    absent = {cell["length"]: cell["why_not"] for cell in found["cells"] if cell["why_not"] is not None}
     return "\n".join(
         (
-            f"{SCHEMES[found['scheme']].label}, trained on passages of {found['trained_length']:,} bytes, "
-            f"tested on {found['scored']:,} bytes of {found['text']}; {stride}",
+            wrap(
+                f"{label}, trained on passages of {found['trained_length']:,} bytes, "
+                f"tested on {found['scored']:,} bytes of {found['text']}; {stride}"
+            ),
             "",
             align(header, [_line(cell) for cell in found["cells"]]),
             "",
-            *([f"text: {found['seen']}"] if found["seen"] else []),
-            f"interval: {found['interval']}",
+            *(wrap(f"{label}: cannot run at {length:,} bytes, because {reason}.") for length, reason in absent.items()),
+            *([wrap(found["rule_change"])] if found["rule_change"] else []),
+            *([wrap(f"text: {found['seen']}")] if found["seen"] else []),
+            wrap(f"interval: {found['interval']}"),
         )
     )
 
@@ -178,6 +191,7 @@ def describe_evaluation(found: dict[str, Any]) -> str:
 def _line(cell: dict[str, Any]) -> tuple[str, ...]:
     window = f"{cell['length']:,}"
     if cell["why_not"] is not None:
-        return window, "cannot run", cell["why_not"], "", ""
+        return window, "cannot run", "", "", ""
     bits = Estimate(**cell["bits"])
-    return window, f"{bits.mean:.4f}", interval(bits), f"{cell['perplexity']:.3f}", f"{cell['mean_context']:,.1f}"
+    perplexity = perplexity_text(cell["perplexity"], 3)
+    return window, f"{bits.mean:.4f}", interval(bits), perplexity, f"{cell['mean_context']:,.1f}"

@@ -36,7 +36,8 @@ class Task:
     """Expected work, in any unit common to all tasks: decides what part of the whole progress bar it is."""
     after: str | None = None
     """Name of the task that must be done first; it stands earlier in the list."""
-    work: Callable[[Tell], object]
+    work: Callable[[Tell], str | None]
+    """Returns what to tell at its end, if anything."""
 
 
 def usable_cores() -> int:
@@ -55,13 +56,19 @@ def run_tasks(title: str, tasks: Sequence[Task], workers: int = 1) -> None:
         Exception: that of a task, with a note that names the task.
     """
     with Progress(title, {task.name: task.cost for task in tasks}) as progress, stop_on_signals() as stop:
-        if workers > 1:
-            _Pool(tasks, workers, progress).run(stop)
-            return
-        for task in tasks:
-            with _named(task.name):
-                task.work(_telling(task.name, progress.advance, lambda: stop.raised))
-            progress.finish(task.name)
+        try:
+            if workers > 1:
+                _Pool(tasks, workers, progress).run(stop)
+                return
+            for task in tasks:
+                with _named(task.name):
+                    said = task.work(_telling(task.name, progress.advance, lambda: stop.raised))
+                progress.finish(task.name)
+                if said is not None:
+                    progress.say(said)
+        except Interrupted as stopped:
+            stopped.signum = stop.signum
+            raise
 
 
 class StopFlag:
@@ -69,6 +76,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.raised = False
+        self.signum: int = signal.SIGINT
 
 
 @contextmanager
@@ -79,7 +87,7 @@ def stop_on_signals() -> Generator[StopFlag]:
     def handle(signum: int, frame: FrameType | None) -> None:
         if flag.raised and signum == signal.SIGINT:
             raise KeyboardInterrupt
-        flag.raised = True
+        flag.raised, flag.signum = True, signum
 
     previous = {signum: signal.signal(signum, handle) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -118,7 +126,7 @@ class _Pool:
         self._stop = context.Event()
         self._progress = progress
         self._waiting = list(tasks)
-        self._running: dict[Future[None], str] = {}
+        self._running: dict[Future[str | None], str] = {}
         shared = (self._told, self._stop, max(1, usable_cores() // workers))
         self._pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=shared)
 
@@ -152,14 +160,16 @@ class _Pool:
             self._waiting.remove(task)
             self._running[self._pool.submit(_perform, task)] = task.name
 
-    def _settle(self, future: "Future[None]", stop: StopFlag) -> None:
+    def _settle(self, future: "Future[str | None]", stop: StopFlag) -> None:
         name = self._running.pop(future)
         try:
             with _named(name):
-                future.result()
+                said = future.result()
         except Interrupted:
             return
         self._progress.finish(name)
+        if said is not None:
+            self._progress.say(said)
         if not stop.raised:
             self._submit(after=name)
 
@@ -195,9 +205,9 @@ def _outlive_briefly(stop: Any) -> None:
     os._exit(1)
 
 
-def _perform(task: Task) -> None:
+def _perform(task: Task) -> str | None:
     assert _worker is not None
     told, stop = _worker
     if stop.is_set():
         raise Interrupted(f"{task.name}: not started")
-    task.work(_telling(task.name, lambda *news: told.put(news), stop.is_set))
+    return task.work(_telling(task.name, lambda *news: told.put(news), stop.is_set))

@@ -155,14 +155,14 @@ def _exp(scores: Scores, shift: Tensor) -> tuple[Tensor, Tensor]:
         dropped = (shift - (total - added)) + (scores.lead - added)
     used = total.to(scores.relative.dtype)
     rest = torch.where(used.isfinite(), (used - total) - dropped, 0.0)
+    # From 10^16 on whole units of it are only what rounding the largest score less its bias to `shift` has added.
+    rest = rest.masked_fill((rest.abs() > 1) & (rest.abs() <= shift.abs() * torch.finfo(shift.dtype).eps), 0.0)
     floor = -600.0 if used.dtype == torch.float64 else -60.0
     weights = scores.relative.sub_(used)
     # Of a shift from 10^7 on rounding drops whole units: as a factor they would lift weights off their floor.
     units = torch.where(rest.abs() > 1, rest, 0.0).to(used.dtype)
     if used.device.type != "cpu" or bool(units.any()):
-        # From 10^16 on the shift itself is off by units, so that no weight may be more than the largest.
-        weights = torch.minimum(weights.add_(units), torch.where(units == 0, torch.inf, 0.0))
-        rest = (rest - units).clamp(-1, 1)
+        weights, rest = weights.add_(units), (rest - units).clamp(-1, 1)
     weights, rest = weights.clamp_min_(floor).exp_(), rest.exp()
     return weights if scores.hidden is None else weights.masked_fill_(scores.hidden, 0.0), rest
 
@@ -274,11 +274,14 @@ class GradientSums:
             # Nothing may come from rows that saw nothing: 0 * NaN is NaN in the products.
             wanted = flat(grad_out, dtype).masked_fill(unseen.unsqueeze(-1), 0.0)
             delta = (wanted * out.to(dtype)).sum(-1)
+        high = lse.to(row) + lse_low.to(row)
+        low = (lse.to(row) - high) + lse_low.to(row)
+        low = torch.where(low.abs() <= 1, low, 0.0)  # more than that only rounding has added
         if grad_lse is not None:
             delta = delta - grad_lse.to(dtype).flatten(0, 2).masked_fill(unseen, 0.0)
         return GradientSums(
             grad_out=wanted,
-            lse=(lse.to(row).masked_fill(unseen, torch.inf), lse_low.to(row)),
+            lse=(high.masked_fill(unseen, torch.inf), low),
             delta=delta,
             query=call.query.new_zeros(call.query.shape),
             key=call.key.new_zeros(call.key.shape),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -84,15 +85,25 @@ def measure(
                     record.write(path)
                     progress.say(f"  {each.name}: {gist(record.found[each.name])}")
                 progress.finish(each.name)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as asked:
             done = sum(each.name in record.found for each in plan)
-            raise Interrupted(f"stopped after {done} of {len(plan)} measurements, saved") from None
+            stopped = Interrupted(f"stopped after {done} of {len(plan)} measurements, saved")
+            stopped.signum = signal.SIGTERM if isinstance(asked, _Terminated) else signal.SIGINT
+            raise stopped from None
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
 
 
 @contextmanager
 def _stopped_by_sigterm() -> Generator[None]:
     """SIGTERM ends a run as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def terminate(signum: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:

@@ -5,30 +5,39 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..data import printable
+from ..extras import need
 from ..mpt import export_mpt
 from ..storage import write_text
-from .config import ExportCommand, NumericsCommand
+from .config import ExportCommand, NumericsCommand, RetrieveCommand
 from .numerics import numerics, numerics_json, numerics_text
+from .retrieval import retrieve
+from .retrieval_show import retrieval_text, write_retrieval
 
 
-def _numerics(command: NumericsCommand) -> None:
+def _numerics(command: NumericsCommand) -> tuple[str, list[Path]]:
     found = numerics(command)
-    print(numerics_text(command, found))
-    if command.json is not None:
-        write_text(command.json, numerics_json(command, found))
-        _written([command.json])
+    files = [] if command.json is None else [command.json]
+    for path in files:
+        write_text(path, numerics_json(command, found))
+    return numerics_text(command, found), files
 
 
-def _export(command: ExportCommand) -> None:
-    _written(export_mpt(command))
+def _export(command: ExportCommand) -> tuple[str, list[Path]]:
+    return f"exported {printable(command.checkpoint)} as MPT", export_mpt(command)
 
 
-def _written(files: list[Path]) -> None:
-    print("\nwritten: " + ", ".join(map(str, files)))
+def _retrieve(command: RetrieveCommand) -> tuple[str, list[Path]]:
+    # Missing packages are told before minutes of work, not after.
+    for package in ("matplotlib", "safetensors", "tqdm"):
+        need(package)
+    found = retrieve(command)
+    return retrieval_text(found), write_retrieval(found, command.out)
 
 
-EVALUATIONS: dict[str, tuple[type, Callable[[Any], None]]] = {
+EVALUATIONS: dict[str, tuple[type, Callable[[Any], tuple[str, list[Path]]]]] = {
+    "retrieve": (RetrieveCommand, _retrieve),
     "numerics": (NumericsCommand, _numerics),
     "export": (ExportCommand, _export),
 }
-"""Commands by name: what they can be told, and what they do."""
+"""Commands by name: what they can be told, and what writes its files and returns what to print."""

@@ -2,11 +2,22 @@
 """What the evaluations can be told; the command line is generated from these classes, as from those of `lab.config`."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ..config import ConfigError, DtypeName, at_least
+from ..config import (
+    ConfigError,
+    DtypeName,
+    TestScheme,
+    TrainConfig,
+    TrainedScheme,
+    TrainingCommand,
+    at_least,
+)
+
+NEEDLE, ANSWER = 9, 4
+"""Bytes of <kk=dddd> and of dddd."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,3 +70,63 @@ class ExportCommand:
 
     def __post_init__(self) -> None:
         at_least(1, length=self.length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrieveCommand(TrainingCommand):
+    """Train models on text in which keys and values are hidden, and ask for values from every depth of longer texts.
+
+    A needle is <kk=dddd> somewhere in a text, two letters and four digits, and the text ends with <kk= of one of them:
+    an answer counts if all four digits are the likeliest. Writes a heat map of accuracy by length and depth, and the
+    same numbers as JSON and CSV. Interrupt it whenever you like (Ctrl-C): the same command goes on where it stopped.
+    """
+
+    train: TrainConfig = field(
+        default_factory=lambda: TrainConfig(steps=1200, passages=16, learning_rate=2e-3, warmup=50, weight_decay=0.05)
+    )
+    schemes: tuple[TrainedScheme, ...] = ("alibi", "rope")
+    """Which schemes to train."""
+    test_schemes: tuple[TestScheme, ...] = ("rope-yarn", "alibi-interpolated")
+    """What else to run the trained weights with; those whose scheme is not trained are left out."""
+    lengths: tuple[int, ...] | None = None
+    """Lengths to ask at, in bytes; 1, 2, 4 and 8 times the training length if not given."""
+    depths: int = 5
+    """At how many places, evenly from the start of the text to its end, the needle that is asked for lies."""
+    trials: int = 64
+    """Texts for each length and depth, the same for every scheme and seed."""
+    pairs: tuple[int, ...] = (1,)
+    """How many needles a text holds: 1 is a passkey; more, and only the key tells which is asked for. Models are
+    trained on all these numbers in turn."""
+    seeds: tuple[int, ...] = (1,)
+    """Each scheme is trained once with each of these instead of train's seed."""
+    out: Path = Path("linbias-retrieve")
+    """Folder for the heat map, numbers and checkpoints."""
+    workers: int | None = None
+    """Processes that work side by side; one per core, but no more than trainings, if not given."""
+
+    def __post_init__(self) -> None:
+        at_least(1, trials=self.trials, workers=self.workers)
+        at_least(2, depths=self.depths)
+        for name, least in (("schemes", None), ("test_schemes", None), ("pairs", 1), ("seeds", 0), ("lengths", 1)):
+            _distinct(name, getattr(self, name), least)
+        # Of a grid of needles, whose first place may be one short of a needle's length in, and the question.
+        needed = NEEDLE * (max(self.pairs) + 2) - 3
+        shortest = min(self.train.length, *self.lengths_asked())
+        if shortest < needed:
+            raise ConfigError(
+                f"lengths must be at least {needed} to hold {max(self.pairs)} needles and a question, got {shortest}"
+            )
+
+    def lengths_asked(self) -> tuple[int, ...]:
+        """Return the lengths, ascending."""
+        return tuple(sorted(self.lengths or (self.train.length * factor for factor in (1, 2, 4, 8))))
+
+
+def _distinct(name: str, values: tuple[object, ...] | None, least: int | None) -> None:
+    if values is None or (name == "test_schemes" and not values):
+        return
+    if not values or len(set(values)) < len(values):
+        raise ConfigError(f"{name} must be one or more, all different, got {values}")
+    for value in values:
+        if isinstance(value, int) and least is not None:
+            at_least(least, **{name: value})
