@@ -75,7 +75,7 @@ def evaluate_checkpoint(command: EvaluateCommand) -> dict[str, Any]:
     trained = load_checkpoint(command.checkpoint)
     scheme: AnyScheme = command.scheme or trained.scheme
     check_scheme(trained, scheme)
-    corpus = load_corpus(command.data) if command.data is not None else _data_of(trained, command.checkpoint)
+    corpus = load_corpus(command.data) if command.data is not None else data_of(trained, command.checkpoint)
     text = corpus.split(command.split)
     lengths = command.evaluate.lengths_for(trained.length)
     trial = Trial(
@@ -101,7 +101,7 @@ def evaluate_checkpoint(command: EvaluateCommand) -> dict[str, Any]:
     return _found(trained, trial, scores) | {"seen": _acquaintance(trained, command, text)}
 
 
-def _data_of(trained: Trained, path: Path) -> Corpus:
+def data_of(trained: Trained, path: Path) -> Corpus:
     """Read the data that a checkpoint names, after saying so: whoever made the checkpoint chose the path.
 
     Raises: CheckpointError, DataError unless it is what the model was trained on, byte by byte.

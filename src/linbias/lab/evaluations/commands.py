@@ -9,10 +9,11 @@ from ..data import printable
 from ..extras import need
 from ..mpt import export_mpt
 from ..storage import write_text
-from .config import ExportCommand, NumericsCommand, RetrieveCommand
+from .config import ExportCommand, NumericsCommand, RetrieveCommand, StreamCommand
 from .numerics import numerics, numerics_json, numerics_text
 from .retrieval import retrieve
 from .retrieval_show import retrieval_text, write_retrieval
+from .streaming import stream, streaming_text, write_streaming
 
 
 def _numerics(command: NumericsCommand) -> tuple[str, list[Path]]:
@@ -35,8 +36,15 @@ def _retrieve(command: RetrieveCommand) -> tuple[str, list[Path]]:
     return retrieval_text(found), write_retrieval(found, command.out)
 
 
+def _stream(command: StreamCommand) -> tuple[str, list[Path]]:
+    need("matplotlib")
+    found = stream(command)
+    return streaming_text(found), write_streaming(found, command.out)
+
+
 EVALUATIONS: dict[str, tuple[type, Callable[[Any], tuple[str, list[Path]]]]] = {
     "retrieve": (RetrieveCommand, _retrieve),
+    "stream": (StreamCommand, _stream),
     "numerics": (NumericsCommand, _numerics),
     "export": (ExportCommand, _export),
 }

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from ..config import (
+    AnyScheme,
     ConfigError,
     DtypeName,
+    Split,
     TestScheme,
     TrainConfig,
     TrainedScheme,
@@ -51,6 +53,41 @@ class NumericsCommand:
             raise ConfigError(f"max_bias must be greater than 0 and finite, got {self.max_bias}; the paper uses 8")
         if not math.isfinite(self.content):
             raise ConfigError(f"content must be finite, got {self.content}; 0 asks about the bias alone")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamCommand:
+    """Read long texts in one go, and give the loss by tokens seen: all kept, a window, a window with sinks.
+
+    Sinks are the first bytes of the text, kept although they lie before the window; their distance is counted in the
+    text or, as StreamingLLM does, in what is kept. Writes a plot, and the same numbers as JSON and CSV. At one place
+    full and window differ only by the use of what lies before the window: no byte has less context for standing near
+    the start of a window, as in `evaluate`.
+    """
+
+    checkpoint: Path
+    """A checkpoint written by train, compare or retrieve."""
+    scheme: AnyScheme | None = None
+    """Run the weights with another scheme than they were trained with, where that is possible."""
+    data: Path | None = None
+    """Text file or folder; if not given, the data that the checkpoint names, as long as no byte of it has changed."""
+    split: Split = "test"
+    """Which part of the data to read."""
+    tokens: int = 16_384
+    """Bytes of each text."""
+    texts: int = 4
+    """At most how many texts, one after the other in the data; intervals are over these."""
+    window: int | None = None
+    """Keys a query sees besides sinks, its own included; the training length if not given."""
+    sinks: int = 4
+    """First bytes of the text that stay visible."""
+    device: str = "auto"
+    """Where to compute: cpu, cuda, mps ...; auto takes CUDA if there is one."""
+    out: Path = Path("linbias-stream")
+    """Folder for the plot and the numbers."""
+
+    def __post_init__(self) -> None:
+        at_least(1, tokens=self.tokens, texts=self.texts, window=self.window, sinks=self.sinks)
 
 
 @dataclass(frozen=True, kw_only=True)

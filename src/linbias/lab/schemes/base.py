@@ -41,7 +41,7 @@ class Sinusoidal(Positions):
     def embed(self, hidden_BTC: Tensor) -> Tensor:
         """Return the embeddings plus C**-0.5 * (sin, cos) of position over wavelengths from 2 pi to 20,000 pi."""
         length, width = hidden_BTC.shape[-2:]
-        turns = angles(length, rates(width // 2), hidden_BTC.device)
+        turns = angles(torch.arange(length), rates(width // 2)).to(hidden_BTC.device)
         waves_TC = torch.cat((turns.sin(), turns.cos()), dim=-1)
         return hidden_BTC + width**-0.5 * waves_TC.to(hidden_BTC.dtype)
 
@@ -77,8 +77,7 @@ def rates(frequencies: int, base: float = 10_000.0) -> Tensor:
     return torch.exp(-math.log(base) * exponents)
 
 
-def angles(length: int, rates_F: Tensor, device: torch.device) -> Tensor:
-    """Return position * rate modulo a turn, (length, F) fp32, rounded once from fp64."""
+def angles(positions_T: Tensor, rates_F: Tensor) -> Tensor:
+    """Return position * rate modulo a turn, (T, F) fp32, rounded once from fp64; on the CPU, as what it is given."""
     # At 65k tokens fp32 products would be off by 4e-3 radians.
-    turns = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * rates_F
-    return torch.remainder(turns, 2 * math.pi).float().to(device)
+    return torch.remainder(positions_T[:, None].double() * rates_F, 2 * math.pi).float()

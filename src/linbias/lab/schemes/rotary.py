@@ -29,13 +29,19 @@ class Rotary(Positions):
         """Return what the turned queries and the turned keys are multiplied by."""
         return 1.0
 
+    def turned(self, x_BHTD: Tensor, positions_T: Tensor, length: int) -> Tensor:
+        """Return queries or keys turned to their positions (a tensor on the CPU) in an input of `length` tokens."""
+        turns = angles(positions_T, self.rates(x_BHTD.shape[-1] // 2, length))
+        scale = self.amplitude(length)
+        cos, sin = ((scale * wave).to(x_BHTD) for wave in (turns.cos(), turns.sin()))
+        first, second = x_BHTD.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
     def attend(self, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor) -> Tensor:
         """Return causal attention of the turned queries and keys."""
-        length, head_dim = query_BHTD.shape[-2:]
-        turns = angles(length, self.rates(head_dim // 2, length), query_BHTD.device)
-        scale = self.amplitude(length)
-        cos, sin = ((scale * wave).to(query_BHTD.dtype) for wave in (turns.cos(), turns.sin()))
-        return super().attend(_turn(query_BHTD, cos, sin), _turn(key_BHTD, cos, sin), value_BHTD)
+        length = query_BHTD.shape[-2]
+        query, key = (self.turned(x, torch.arange(length), length) for x in (query_BHTD, key_BHTD))
+        return super().attend(query, key, value_BHTD)
 
 
 class _Stretched(Rotary):
@@ -114,8 +120,3 @@ class YarnRotary(_Stretched):
     def amplitude(self, length: int) -> float:
         """Return 0.1 ln s + 1."""
         return 0.1 * math.log(self.factor(length)) + 1.0
-
-
-def _turn(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x_BHTD.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
