@@ -28,6 +28,7 @@ from .lab.config import (
 )
 from .lab.data import DataError, printable
 from .lab.evaluations.commands import EVALUATIONS
+from .lab.evaluations.of_folder import evaluate_folder
 from .lab.exports import results_text, write_exports
 from .lab.extras import MissingExtra, need
 from .lab.heads import heads_table, inspect_heads
@@ -150,6 +151,9 @@ def _train(command: TrainCommand) -> None:
 
 
 def _evaluate(command: EvaluateCommand) -> None:
+    if command.model is not None:
+        _report(*evaluate_folder(command))
+        return
     found = evaluate_checkpoint(command)
     files = [] if command.json is None else [command.json]
     for path in files:

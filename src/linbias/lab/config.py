@@ -4,7 +4,7 @@
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from .positions import SCHEMES
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 else:  # the command line shows and checks the names that SCHEMES has
     TrainedScheme, TestScheme, AnyScheme = Literal[ALL_SCHEMES], Literal[TEST_SCHEMES], Literal[tuple(SCHEMES)]
 Split = Literal["train", "validation", "test"]
+FolderTest = Literal["loss", "retrieval", "streaming", "numerics"]
 BenchPart = Literal["forward", "training"]
 DtypeName = Literal["float16", "bfloat16", "float32", "float64"]
 
@@ -204,11 +205,46 @@ class TrainCommand(TrainingCommand):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateCommand:
-    """Test a trained checkpoint on text it has not seen, at lengths of your choice."""
+class FolderConfig:
+    """What a model in a folder is asked besides its loss."""
 
-    checkpoint: Path
+    tests: tuple[FolderTest, ...] = get_args(FolderTest)
+    """With --model: what to test."""
+    depths: int = 5
+    """With --model: at how many places from the start of a text to its end a needle lies, <ab=1234>."""
+    trials: int = 8
+    """With --model: texts with a needle for each length and depth."""
+    tokens: int = 4096
+    """With --model: tokens of a text that is streamed."""
+    texts: int = 2
+    """With --model: at most how many texts are streamed."""
+    window: int = 512
+    """With --model: keys that streaming with a window keeps."""
+    sinks: int = 4
+    """With --model: first tokens that streaming with sinks keeps besides."""
+    out: Path = Path("linbias-evaluate")
+    """With --model: folder for plots and numbers."""
+
+    def __post_init__(self) -> None:
+        at_least(1, trials=self.trials, tokens=self.tokens, texts=self.texts, window=self.window, sinks=self.sinks)
+        at_least(2, depths=self.depths)
+        if not self.tests:
+            raise ConfigError(f"tests must name at least one of {', '.join(get_args(FolderTest))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateCommand:
+    """Test a trained checkpoint on text it has not seen, at lengths of your choice.
+
+    Or test any causal language model of transformers in a folder on this machine, with its tokenizer: its loss, whether
+    it finds values hidden in a text, its loss as it streams with fewer keys, and the numerics of its slopes. Lengths
+    are then in tokens, 256, 512 and 1,024 if not given. No code of the folder is run and nothing is fetched.
+    """
+
+    checkpoint: Path | None = None
     """A checkpoint written by train or compare."""
+    model: Path | None = None
+    """A folder with config.json, model.safetensors and a tokenizer; instead of a checkpoint."""
     scheme: AnyScheme | None = None
     """Run the weights with another scheme than they were trained with, where that is possible: alibi-window limits
     ALiBi's attention to the training length, rope-yarn stretches RoPE."""
@@ -221,6 +257,11 @@ class EvaluateCommand:
     device: str = "auto"
     """Where to compute: cpu, cuda, mps ...; auto takes CUDA if there is one."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    folder: FolderConfig = field(default_factory=FolderConfig)
+
+    def __post_init__(self) -> None:
+        if (self.checkpoint is None) == (self.model is None):
+            raise ConfigError("evaluate needs either a checkpoint or a model, a folder of transformers")
 
 
 @dataclass(frozen=True, kw_only=True)

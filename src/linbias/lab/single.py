@@ -72,6 +72,7 @@ def evaluate_checkpoint(command: EvaluateCommand) -> dict[str, Any]:
         Interrupted: stopped on request.
         CheckpointError, ConfigError, DataError: it cannot be done.
     """
+    assert command.checkpoint is not None
     trained = load_checkpoint(command.checkpoint)
     scheme: AnyScheme = command.scheme or trained.scheme
     check_scheme(trained, scheme)

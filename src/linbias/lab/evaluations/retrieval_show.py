@@ -14,7 +14,7 @@ from ..extras import need
 from ..plots import INK, QUIET, label, to_png
 from ..positions import SCHEMES, rule_change
 from ..storage import write_bytes, write_text
-from ..tables import align
+from ..tables import align, wrap
 from .retrieval import Answers, Retrieval
 
 _COLUMNS = ("scheme", "pairs", "length", "depth", "seeds", "trials", "hits", "accuracy", "low", "high", "why_not")
@@ -29,7 +29,7 @@ def wilson(hits: int, trials: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def rows(found: Retrieval) -> list[dict[str, Any]]:
+def answer_rows(answers: Sequence[Answers]) -> list[dict[str, Any]]:
     """Return a row of numbers for each scheme and question."""
     return [
         {
@@ -43,7 +43,7 @@ def rows(found: Retrieval) -> list[dict[str, Any]]:
             **dict(zip(("low", "high"), _interval(each), strict=True)),
             "why_not": each.why_not,
         }
-        for each in found.answers
+        for each in answers
     ]
 
 
@@ -55,7 +55,7 @@ def _interval(answers: Answers) -> tuple[float | None, float | None]:
 def write_retrieval(found: Retrieval, folder: Path) -> list[Path]:
     """Write retrieval.png, .csv and .json below `folder`, and return their paths."""
     plot, table, data = (folder / f"retrieval.{kind}" for kind in ("png", "csv", "json"))
-    numbers = rows(found)
+    numbers = answer_rows(found.answers)
     facts = {
         "trained_length": found.trained_length,
         "seeds": found.seeds,
@@ -71,13 +71,13 @@ def write_retrieval(found: Retrieval, folder: Path) -> list[Path]:
     writer.writeheader()
     writer.writerows(numbers)
     write_text(table, stream.getvalue())
-    write_bytes(plot, draw_retrieval(found))
+    title = f"Values found, by length and depth; trained at {found.trained_length:,} bytes"
+    write_bytes(plot, draw_answers(numbers, title))
     return [plot, table, data]
 
 
-def draw_retrieval(found: Retrieval) -> bytes:
+def draw_answers(numbers: Sequence[dict[str, Any]], title: str) -> bytes:
     """Return a PNG: for each scheme and number of needles, accuracy by length and depth, with the counts."""
-    numbers = rows(found)
     panels = list(dict.fromkeys((row["scheme"], row["pairs"]) for row in numbers))
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
@@ -89,10 +89,8 @@ def draw_retrieval(found: Retrieval) -> bytes:
     for ax, (scheme, pairs) in zip(axes, panels, strict=False):
         chosen = [row for row in numbers if (row["scheme"], row["pairs"]) == (scheme, pairs)]
         needles = "" if len({row["pairs"] for row in numbers}) == 1 else f", {pairs} needle{'s' * (pairs > 1)}"
-        _draw_panel(ax, chosen, f"{SCHEMES[scheme].label}{needles}")
-    figure.suptitle(
-        f"Values found, by length and depth; trained at {found.trained_length:,} bytes", x=0.01, ha="left", color=INK
-    )
+        _draw_panel(ax, chosen, f"{_label(scheme)}{needles}")
+    figure.suptitle(title, x=0.01, ha="left", color=INK)
     return to_png(figure)
 
 
@@ -115,9 +113,8 @@ def _draw_panel(ax: Any, chosen: Sequence[dict[str, Any]], title: str) -> None:
     label(ax, title, "length, bytes", "depth (0 %: farthest)")
 
 
-def retrieval_text(found: Retrieval) -> str:
-    """Return what `linbias retrieve` prints: accuracy by length, over all depths."""
-    numbers = rows(found)
+def answers_table(numbers: Sequence[dict[str, Any]]) -> str:
+    """Return hits of texts asked by length, over all depths, as a table."""
     lengths = sorted({row["length"] for row in numbers})
     lines: list[tuple[str, ...]] = []
     for scheme, pairs in dict.fromkeys((row["scheme"], row["pairs"]) for row in numbers):
@@ -127,16 +124,27 @@ def retrieval_text(found: Retrieval) -> str:
             asked = [row for row in numbers if (row["scheme"], row["pairs"], row["length"]) == wanted]
             hits, trials = sum(row["hits"] for row in asked), sum(row["trials"] for row in asked)
             cells.append(f"{hits}/{trials}" if trials else "cannot run")
-        lines.append((SCHEMES[scheme].label, str(pairs), *cells))
-    told = (rule_change(name, found.trained_length) for name in dict.fromkeys(row["scheme"] for row in numbers))
-    changes = [change for change in told if change is not None]
+        lines.append((_label(scheme), str(pairs), *cells))
+    return align(("scheme", "needles", *(f"{length:,}" for length in lengths)), lines)
+
+
+def _label(scheme: str) -> str:
+    return SCHEMES[scheme].label if scheme in SCHEMES else scheme
+
+
+def retrieval_text(found: Retrieval) -> str:
+    """Return what `linbias retrieve` prints: accuracy by length, over all depths."""
+    told = (rule_change(name, found.trained_length) for name in dict.fromkeys(each.scheme for each in found.answers))
+    changes = [wrap(change) for change in told if change is not None]
     seeds = f"{len(found.seeds)} seed{'s' * (len(found.seeds) > 1)}"
     return "\n".join(
         (
-            f"Values found of those asked for, at all depths together; trained on passages of "
-            f"{found.trained_length:,} bytes, {seeds}",
+            wrap(
+                f"Values found of those asked for, at all depths together; trained on passages of "
+                f"{found.trained_length:,} bytes, {seeds}"
+            ),
             "",
-            align(("scheme", "needles", *(f"{length:,}" for length in lengths)), lines),
+            answers_table(answer_rows(found.answers)),
             *([""] if changes else []),
             *changes,
         )
