@@ -9,7 +9,8 @@ from ..data import printable
 from ..extras import need
 from ..mpt import export_mpt
 from ..storage import write_text
-from .config import ExportCommand, NumericsCommand, RetrieveCommand, StreamCommand
+from .attention import attention_text, look, write_attention
+from .config import AttentionCommand, ExportCommand, NumericsCommand, RetrieveCommand, StreamCommand
 from .numerics import numerics, numerics_json, numerics_text
 from .retrieval import retrieve
 from .retrieval_show import retrieval_text, write_retrieval
@@ -42,9 +43,16 @@ def _stream(command: StreamCommand) -> tuple[str, list[Path]]:
     return streaming_text(found), write_streaming(found, command.out)
 
 
+def _attention(command: AttentionCommand) -> tuple[str, list[Path]]:
+    need("matplotlib")
+    found = look(command)
+    return attention_text(found), write_attention(found, command.out)
+
+
 EVALUATIONS: dict[str, tuple[type, Callable[[Any], tuple[str, list[Path]]]]] = {
     "retrieve": (RetrieveCommand, _retrieve),
     "stream": (StreamCommand, _stream),
+    "attention": (AttentionCommand, _attention),
     "numerics": (NumericsCommand, _numerics),
     "export": (ExportCommand, _export),
 }

@@ -91,6 +91,39 @@ class StreamCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionCommand:
+    """Say what the heads of a trained model look at: the mass of their attention by distance, and on the first byte.
+
+    For each layer and head: the distances within which half and nine tenths of the mass lie, the share of the causal
+    pairs whose probability leaves a floating type, and for ALiBi the share that linbias skipped at its default
+    tolerance. Writes a plot, and the mass by distance as JSON and CSV.
+    """
+
+    checkpoint: Path
+    """A checkpoint written by train, compare or retrieve."""
+    scheme: AnyScheme | None = None
+    """Run the weights with another scheme than they were trained with, where that is possible."""
+    data: Path | None = None
+    """Text file or folder; if not given, the data that the checkpoint names, as long as no byte of it has changed."""
+    split: Split = "test"
+    """Which part of the data to read."""
+    length: int | None = None
+    """Bytes of each text; four times the training length if not given."""
+    texts: int = 4
+    """At most how many texts, one after the other in the data."""
+    dtype: DtypeName = "bfloat16"
+    """Type of which it is said what share of the probabilities leaves it."""
+    device: str = "auto"
+    """Where to compute: cpu, cuda, mps ...; auto takes CUDA if there is one."""
+    out: Path = Path("linbias-attention")
+    """Folder for the plot and the numbers."""
+
+    def __post_init__(self) -> None:
+        at_least(1, texts=self.texts)
+        at_least(2, length=self.length)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExportCommand:
     """Write a checkpoint trained with ALiBi as a folder that transformers reads as MPT, with the same logits.
 

@@ -24,6 +24,8 @@ class Alibi(Positions):
         super().__init__()
         self.slopes = Slopes(heads, biased_heads=biased_heads, learned=learned)
         self.window = None if window is None else (window - 1, 0)
+        self.tolerance: float | None = None
+        """As `linbias.alibi_attention` has it; 0 where every weight is to be seen, however small."""
 
     def slopes_at(self, length: int, device: torch.device) -> Tensor:
         """Return the slopes for inputs of `length`, (H,)."""
@@ -32,7 +34,9 @@ class Alibi(Positions):
     def attend(self, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor) -> Tensor:
         """Return causal attention with the bias -slope * distance on each score."""
         slopes = self.slopes_at(query_BHTD.shape[-2], query_BHTD.device)
-        return alibi_attention(query_BHTD, key_BHTD, value_BHTD, slopes, causal=True, window=self.window)
+        return alibi_attention(
+            query_BHTD, key_BHTD, value_BHTD, slopes, causal=True, window=self.window, tolerance=self.tolerance
+        )
 
 
 class InterpolatedAlibi(Alibi):
