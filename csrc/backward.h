@@ -257,7 +257,8 @@ class BackwardWorker : Walk<C> {
     C* value = sums_.value ? sums_.value + start * shared_->value_width : nullptr;
     if (!sums_.touched[tile]) {
       sums_.touched[tile] = 1;
-      const std::size_t bytes = static_cast<std::size_t>(keys_.count) * sizeof(C);
+      const int64_t rows = lesser<int64_t>(kTile, call_->S - tile * kTile);  // those that no key is in too
+      const std::size_t bytes = static_cast<std::size_t>(rows) * sizeof(C);
       if (key) std::memset(key, 0, bytes * static_cast<std::size_t>(shared_->key_width));
       if (value) std::memset(value, 0, bytes * static_cast<std::size_t>(shared_->value_width));
     }

@@ -28,11 +28,12 @@ struct {
   Field query_segments{"query_segments"}, key_segments{"key_segments"};
   Field key_mask{"key_mask"}, attn_mask{"attn_mask"}, key_ranks{"key_ranks"};
   Field query_unbiased{"query_unbiased"}, key_unbiased{"key_unbiased"}, bound_norms{"bound_norms"}, seed{"seed"};
+  Field key_lengths{"key_lengths"}, block_table{"block_table"};
 } operand;
 struct {
   Field causal{"causal"}, left{"left"}, right{"right"}, sinks{"sinks"}, prefix{"prefix"}, metric{"metric"};
   Field scale{"scale"}, softcap{"softcap"}, dropout_p{"dropout_p"}, tolerance{"tolerance"};
-  Field bounds_block{"bounds_block"};
+  Field bounds_block{"bounds_block"}, paged_keys{"paged_keys"};
 } option;
 struct {
   Field out{"out"}, lse{"lse"}, lse_low{"lse_low"}, skipped{"skipped"}, computed{"computed"};
@@ -133,7 +134,8 @@ void read_optional(nb::handle operands, Call& call) {
   const int64_t B = call.B, T = call.T, S = call.S, C = call.C;
   const int64_t blocks = call.bounds_block > 0 ? (S + call.bounds_block - 1) / call.bounds_block : 0;
   const int64_t slopes[] = {B, call.H}, queries[] = {B, T, C}, keys[] = {B, S, C};
-  const int64_t pairs[] = {B, call.H, T, S}, norms[] = {B, call.G, blocks};
+  const int64_t pairs[] = {B, call.H, T, S};
+  const int64_t norms[] = {call.page ? call.pages : B, call.G, call.page ? 1 : blocks};
   const dlpack::DType sums = sums_of(call), places = call.metric == Metric::none ? integers : sums;
   const int place_dims = call.metric == Metric::none ? 2 : 3;
   const auto field = [&](const Field& f, dlpack::DType dtype, int dims, const int64_t* shape, auto& out) {
@@ -150,6 +152,7 @@ void read_optional(nb::handle operands, Call& call) {
   field(operand.query_unbiased, booleans, 2, queries, call.query_unbiased);
   field(operand.key_unbiased, booleans, 2, keys, call.key_unbiased);
   field(operand.bound_norms, sums, 3, norms, call.bound_norms);
+  field(operand.key_lengths, integers, 1, &B, call.key_lengths);
   Array<int64_t> seed;
   field(operand.seed, integers, 0, nullptr, seed);
   call.seed = seed.data;
@@ -163,6 +166,18 @@ void check(const Call& call) {
   if (call.dropout_p > 0 && !call.seed) throw nb::value_error("dropout needs a seed");
 }
 
+// Key and value as pages (pages, G, page, .): S keys an item, where the table says.
+void read_pages(nb::handle table, nb::handle options, const dlpack::Tensor& value, Call& call) {
+  call.S = nb::cast<int64_t>(option.paged_keys.of(options));
+  call.pages = value.shape[0], call.page = value.shape[2];
+  if (call.S > 0 && (call.page < 1 || call.pages < 1)) throw nb::value_error("pages must hold keys");
+  const int64_t stretches = call.S > 0 ? (call.S + call.page - 1) / call.page : 0;
+  const int64_t given = view(table).ndim == 2 ? view(table).shape[1] : 0;
+  if (given < stretches) throw nb::value_error("block_table must have an entry for each stretch of keys");
+  const int64_t entries[] = {call.B, given};
+  read(table, "block_table", integers, 2, entries, call.block_table);
+}
+
 // Returns the dtype of the elements.
 dlpack::DType read_call(nb::handle operands, nb::handle options, int threads, Call& call) {
   if (!table) throw nb::value_error("`bind` comes first");
@@ -172,10 +187,12 @@ dlpack::DType read_call(nb::handle operands, nb::handle options, int threads, Ca
   call.threads = threads;
   call.B = query.shape[0], call.H = query.shape[1], call.T = query.shape[2], call.D = query.shape[3];
   call.G = value.shape[1], call.S = value.shape[2], call.V = value.shape[3];
-  const int64_t keys[] = {call.B, call.G, call.S, call.D}, slopes[] = {call.B, call.H};
+  const nb::handle pages = operand.block_table.of(operands);
+  const int64_t keys[] = {pages.is_none() ? call.B : value.shape[0], call.G, call.S, call.D}, slopes[] = {call.B, call.H};
   read(operand.query.of(operands), "query", query.dtype, 4, query.shape, call.query);
   read(operand.key.of(operands), "key", query.dtype, 4, keys, call.key);
   read(operand.value.of(operands), "value", query.dtype, 4, value.shape, call.value);
+  if (!pages.is_none()) read_pages(pages, options, value, call);
   read(operand.slopes.of(operands), "slopes", sums_of(call), 2, slopes, call.slopes);
   read_options(options, call);
   const nb::handle places = operand.key_positions.of(operands);

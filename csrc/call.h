@@ -53,7 +53,7 @@ struct Call {
   DType dtype = DType::f32;
   int64_t B = 0, H = 0, G = 0, T = 0, S = 0, D = 0, V = 0, C = 0;
 
-  Array<void> query, key, value;               // (B, H|G, T|S, D|V), dtype
+  Array<void> query, key, value;               // (B, H|G, T|S, D|V), dtype; key and value in pages: (pages, G, page, .)
   Array<void> slopes, future_slopes;           // (b, H), accumulating dtype
   Array<void> query_positions, key_positions;  // (b, T|S) int64, or (b, T|S, C) accumulating dtype
   Array<int64_t> query_segments, key_segments; // (b, T|S)
@@ -61,7 +61,9 @@ struct Call {
   Array<uint8_t> attn_mask;                    // (B, H, T, S), broadcast by stride 0
   Array<int64_t> key_ranks;                    // (b, S)
   Array<uint8_t> query_unbiased, key_unbiased; // (b, T|S)
-  Array<void> bound_norms;                     // (B, G, blocks), accumulating dtype
+  Array<void> bound_norms;                     // (B, G, blocks), accumulating dtype; of pages: (pages, G, 1)
+  Array<int64_t> key_lengths;                  // (b): the keys that an item has of S
+  Array<int64_t> block_table;                  // (B, n): the page of each stretch of `page` keys
   const int64_t* seed = nullptr;
 
   bool causal = false;
@@ -74,9 +76,20 @@ struct Call {
   double dropout_p = 0.0;
   double tolerance = 0.0;
   int64_t bounds_block = 0;
+  int64_t page = 0, pages = 0;  // keys of a page, and pages; 0 without a block table
   int threads = 1;
 
   int64_t group() const { return H / G; }
+  int64_t keys(int64_t b) const {
+    if (!key_lengths) return S;
+    const int64_t given = *key_lengths.at(b);
+    return given < 0 ? 0 : given < S ? given : S;
+  }
+  // The page of stretch n. Entries of which no key exists may hold anything; what is read for them is hidden.
+  int64_t page_of(int64_t b, int64_t n) const {
+    const int64_t given = *block_table.at(b, n);
+    return given < 0 ? 0 : given < pages ? given : pages - 1;
+  }
 };
 
 // Contiguous results of a forward pass. Where only the output is wanted, the others are null, all of them.

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "arena.h"
+#include "call.h"
 #include "simd.h"
 
 namespace linbias::LINBIAS_VARIANT {
@@ -18,13 +19,36 @@ struct Rows {
   const char* at(int64_t i) const { return data + i * row * bytes; }
 };
 
+// Keys or values of one (b, head) where they lie: in one stretch, or a stretch a page.
+struct Source {
+  const Call* call = nullptr;
+  Rows rows;  // of the stretch, or of page 0
+  int64_t b = 0, apart = 0;  // `apart` elements from one page to the next
+
+  // Rows from row i on, and how many of them follow in the same stretch.
+  LINBIAS_INLINE Rows from(int64_t i, int64_t* count) const {
+    const int64_t page = call->page;
+    *count = int64_t(1) << 62;
+    Rows found = rows;
+    if (page == 0) {
+      found.data = rows.at(i);
+      return found;
+    }
+    const int64_t n = i / page, inside = i - n * page;
+    *count = page - inside;
+    found.data = rows.at(inside) + call->page_of(b, n) * apart * rows.bytes;
+    return found;
+  }
+};
+
 template <class C>
 struct Codec {
   int64_t bytes;  // of an element
   bool plain;     // elements are C: they can be used where they lie
 
-  Rows rows(const Array<void>& array, int64_t b, int64_t head) const {
-    return {array.at(bytes, b, head), array.stride[2], array.stride[3], bytes};
+  Source source(const Call& call, const Array<void>& array, int64_t b, int64_t head) const {
+    const Rows rows{array.at(bytes, call.page ? 0 : b, head), array.stride[2], array.stride[3], bytes};
+    return {&call, rows, b, array.stride[0]};
   }
 
   // out[0..n) = in[0..n) * factor; `step` elements from one of `in` to the next.

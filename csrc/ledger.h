@@ -54,25 +54,35 @@ class Bounds {
 
   // Norms of the tiles of one (b, g), then of the nodes above.
   void fill_tiles(const Call& call, const Codec<C>& codec, int64_t b, int64_t g, int64_t first, int64_t last) {
-    const Rows keys = codec.rows(call.key, b, g);
-    const uint8_t* mask = call.key_mask ? call.key_mask.at(b) : nullptr;
+    const Source keys = codec.source(call, call.key, b, g);
     C* norms = norms_.data() + (b * G_ + g) * nodes_;
     for (int64_t t = first; t < last; ++t) {
-      const int64_t end = lesser<int64_t>(call.S, (t + 1) * kTile);
-      norms[t] = codec.largest_norm(keys, t * kTile, end, call.D, mask, call.key_mask.stride[1]);
+      const int64_t end = lesser<int64_t>(call.keys(b), (t + 1) * kTile);
+      norms[t] = 0;
+      for (int64_t i = t * kTile, run; i < end; i += run) {
+        const Rows part = keys.from(i, &run);
+        run = lesser(run, end - i);
+        const uint8_t* mask = call.key_mask ? call.key_mask.at(b, i) : nullptr;
+        const C rho = codec.largest_norm(part, 0, run, call.D, mask, call.key_mask.stride[1]);
+        norms[t] = larger_or_nan(norms[t], rho);
+      }
     }
   }
 
-  // Norms of the tiles from those that the caller keeps per block of `bounds_block` keys.
+  // Norms of the tiles from those that the caller keeps per block of `bounds_block` keys, or page.
   void take_tiles(const Call& call, int64_t b, int64_t g) {
     const Array<C> given = call.bound_norms.as<C>();
     C* norms = norms_.data() + (b * G_ + g) * nodes_;
+    const int64_t keys = call.keys(b), block = call.bounds_block;
     for (int64_t t = 0; t * kTile < call.S; ++t) {
-      const int64_t first = t * kTile / call.bounds_block;
-      const int64_t last = (lesser<int64_t>(call.S, (t + 1) * kTile) - 1) / call.bounds_block;
-      C rho = *given.at(b, g, first);
-      for (int64_t k = first + 1; k <= last; ++k) rho = larger_or_nan(rho, *given.at(b, g, k));
-      norms[t] = rho;
+      const int64_t first = t * kTile / block, last = ceil_div(lesser<int64_t>(keys, (t + 1) * kTile), block);
+      C rho = 0, wrong = 0;  // of small pages there are many, and no branch may hang on them
+      for (int64_t k = first; k < last; ++k) {
+        const C norm = call.page ? *given.at(call.page_of(b, k), g) : *given.at(b, g, k);
+        rho = norm > rho ? norm : rho;
+        wrong += norm - norm;  // 0; NaN of what is not finite, which is never skipped
+      }
+      norms[t] = rho + wrong;
     }
   }
 

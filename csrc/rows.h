@@ -80,7 +80,7 @@ struct RowTile {
     for (int r = 0; r < rows; ++r) {
       const int64_t i = query[r];
       if (r == 0 || head[r] != head[r - 1]) read_slopes(call, head[r], m, f);
-      position[r] = spatial ? 0 : positions ? *positions.at(b, i) : call.S - call.T + i;
+      position[r] = spatial ? 0 : positions ? *positions.at(b, i) : call.keys(b) - call.T + i;
       segment[r] = call.query_segments ? *call.query_segments.at(b, i) : 0;
       const bool none = call.query_unbiased && *call.query_unbiased.at(b, i);
       past[r] = none ? C(0) : m, future[r] = none ? C(0) : f;

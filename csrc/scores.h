@@ -30,7 +30,7 @@ struct KeyTile {
 
   void begin(const Call& call, const RowTile<C>& rows, const KeySpan& summary, int64_t index) {
     first = index * kTile;
-    count = int(lesser<int64_t>(kTile, call.S - first));
+    count = int(lesser<int64_t>(kTile, call.keys(rows.b) - first));
     span = &summary;
     ready = false;
     // |position - origin| of rows and keys together within the mantissa: every difference is an exact integer.
@@ -275,8 +275,8 @@ class Scores {
     spare_.reset(kTile * greater(shared.key_width, shared.value_width));
     // Keys that only dot products read need no padding, so that more of them are used in place.
     const int64_t key_row = key_packings & as_panels ? shared.key_width : call_->D;
-    key_cache_.reset(shared.codec, call_->key, call_->S, call_->D, key_row, slots, key_packings);
-    value_cache_.reset(shared.codec, call_->value, call_->S, call_->V, shared.value_width, slots, value_packings);
+    key_cache_.reset(*call_, shared.codec, call_->key, call_->D, key_row, slots, key_packings);
+    value_cache_.reset(*call_, shared.codec, call_->value, call_->V, shared.value_width, slots, value_packings);
   }
 
   void begin_rows(int64_t b, int64_t g, int64_t tile) {
@@ -341,14 +341,16 @@ class Scores {
     const C* query = query_row(s * kStrip);
     C* scores = score_row(s * kStrip);
     if (!direct_) return product(query, width, key_cache_.panels(tile), D, s, scores);
-    int64_t key_row;
-    const C* keys = key_cache_.rows(tile, &key_row);
     const Range to = columns(s);
-    const int rows = rows_.strip_rows(s), count = lesser(to.last, keys_.count) - to.first;
-    direct_dots<C>(query, width, rows, keys + to.first * key_row, key_row, count, D, scores + to.first, kTile, ahead);
+    const int rows = rows_.strip_rows(s), last = lesser(to.last, keys_.count);
+    key_cache_.each_stretch(tile, to.first, last, false, [&](const C* keys, int64_t row, int at, int n) {
+      const int before = at - to.first;
+      direct_dots<C>(query, width, rows, keys, row, n, D, scores + at, kTile,
+                     [&](int i, int j) __attribute__((always_inline)) { ahead(before + i, before + j); });
+    });
     // Columns beyond the last key are hidden later, whatever they hold; they must hold something.
     for (int r = 0; r < rows; ++r)
-      for (int j = to.first + count; j < to.last; ++j) scores[r * kTile + j] = 0;
+      for (int j = last; j < to.last; ++j) scores[r * kTile + j] = 0;
   }
 
   // From dot products to scores, vector by vector.
@@ -417,23 +419,32 @@ class Scores {
   void add_products(const C* pairs, TileCache<C>& cache, int64_t tile, uint32_t active, int64_t width, C* sums,
                     uint32_t& started, const Scale& scale) {
     constexpr int W = kPanel<C>;
-    int64_t row;
-    const C* right = cache.rows(tile, &row);
-    if (seen_.hides(range_, rows_.strips, active, keys_.count))
-      right = seen_.only(right, keys_.count, width, spare_.data(), &row);
+    const C* shown = nullptr;  // the tile's rows, copied
+    if (seen_.hides(range_, rows_.strips, active, keys_.count)) {
+      int64_t row;
+      const C* right = cache.rows(tile, &row);
+      shown = seen_.only(right, keys_.count, width, spare_.data(), &row);
+    }
     for (int s = 0; s < rows_.strips; ++s) {
       if (!(active >> s & 1)) continue;
-      const int first = range_[s].first, n = range_[s].last - first, strip_rows = rows_.strip_rows(s);
-      const Left<C> a{pairs + s * kStrip * kTile + first, kTile, 1};
-      const Right<C> b{right + first * row, row, W};
-      const Target<C> c{sums + s * kStrip * width, width, W, scale(s)};
-      if (!(started >> s & 1))
-        gemm<C, Into::zero>(a, b, c, n, strip_rows, int(width / W));
-      else if (c.scale)
-        gemm<C, Into::scaled>(a, b, c, n, strip_rows, int(width / W));
+      const int first = range_[s].first, last = range_[s].last, strip_rows = rows_.strip_rows(s);
+      const C* factor = scale(s);
+      const auto add = [&](const C* right, int64_t row, int at, int n) __attribute__((always_inline)) {
+        const Left<C> a{pairs + s * kStrip * kTile + at, kTile, 1};
+        const Right<C> b{right, row, W};
+        const Target<C> c{sums + s * kStrip * width, width, W, factor};
+        if (!(started >> s & 1))
+          gemm<C, Into::zero>(a, b, c, n, strip_rows, int(width / W));
+        else if (factor)
+          gemm<C, Into::scaled>(a, b, c, n, strip_rows, int(width / W));
+        else
+          gemm<C, Into::add>(a, b, c, n, strip_rows, int(width / W));
+        started |= uint32_t(1) << s, factor = nullptr;
+      };
+      if (shown)
+        add(shown + first * width, width, first, last - first);
       else
-        gemm<C, Into::add>(a, b, c, n, strip_rows, int(width / W));
-      started |= uint32_t(1) << s;
+        cache.each_stretch(tile, first, last, !direct_, add);
     }
   }
 

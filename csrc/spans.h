@@ -93,7 +93,8 @@ class KeyTree {
     nodes_ = total;
     // Batch items share their spans unless one of the tensors that spans summarise tells them apart.
     items_ = varies(call.key_positions.stride[0], bool(call.key_positions)) || varies_of(call.key_segments) ||
-                     varies_of(call.key_mask) || varies_of(call.key_ranks) || varies_of(call.key_unbiased)
+                     varies_of(call.key_mask) || varies_of(call.key_ranks) || varies_of(call.key_unbiased) ||
+                     varies_of(call.key_lengths)
                  ? call.B
                  : 1;
     spans_.reset(items_ * nodes_);
@@ -127,7 +128,7 @@ class KeyTree {
     KeySpan* spans = spans_.data() + b * nodes_;
     for (int64_t t = 0; t < count_[0]; ++t) {
       if (plain)
-        spans[t] = plain_span(t);
+        spans[t] = plain_span(t, call_->keys(b));
       else
         spans[t] = listed_span(b, t);
     }
@@ -141,10 +142,11 @@ class KeyTree {
       }
   }
 
-  KeySpan plain_span(int64_t tile) const {
+  KeySpan plain_span(int64_t tile, int64_t keys) const {
     KeySpan span;
+    if (tile * kTile >= keys) return span;
     span.low = tile * kTile;
-    span.high = lesser(span.low + kTile, call_->S) - 1;
+    span.high = lesser(span.low + kTile, keys) - 1;
     span.segment_low = span.segment_high = 0;
     span.rank_low = span.rank_high = INT64_MAX;
     span.alive = span.total = span.high - span.low + 1;
@@ -155,9 +157,9 @@ class KeyTree {
     const Call& call = *call_;
     const bool spatial = call.metric != Metric::none;
     const Array<int64_t> positions = call.key_positions.template as<int64_t>();
-    int64_t first = tile * kTile, last = lesser(first + kTile, call.S);
+    int64_t first = tile * kTile, last = lesser(first + kTile, call.keys(b));
     KeySpan span;
-    span.total = last - first;
+    span.total = greater<int64_t>(0, last - first);
     C* box = spatial ? start_box(b, 0, tile) : nullptr;
     for (int64_t j = first; j < last; ++j) {
       if (call.key_mask && !*call.key_mask.at(b, j)) continue;

@@ -360,12 +360,12 @@ def test_short_caches_measure_no_key_for_a_step_and_long_ones_do():
     cache = KVCache()
     cache.append(key[:, :, :500], value[:, :, :500])
     storage = cache._opened()
-    assert storage.read(500, 0, 1)[2] is None and storage.read(500, 0, 2)[2].norms.isfinite().all()
+    assert storage.read(500, 1)[2] is None and storage.read(500, 2)[2].norms.isfinite().all()
     cache.append(key[:, :, 500:510], value[:, :, 500:510])
     twin = copy.deepcopy(cache)
-    assert storage.read(510, 0, 1)[2] is None
+    assert storage.read(510, 1)[2] is None
     for each in (cache, twin):
         for n in range(510, 700):
             each.append(key[:, :, n : n + 1], value[:, :, n : n + 1])
-        bounds = each._opened().read(700, 0, 1)[2]
+        bounds = each._opened().read(700, 1)[2]
         torch.testing.assert_close(bounds.norms, key_bounds(key, 64).norms)

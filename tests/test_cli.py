@@ -4,13 +4,15 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from linbias.cli import main
+from linbias.cli import _parse, main
+from linbias.lab.config import CompareCommand, EvaluateConfig, ModelConfig, TrainConfig, command_line
 
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--length", "8", "--steps", "5", "--passages", "2"]
 
@@ -138,6 +140,23 @@ def test_compare_writes_its_report(text_file, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "cannot run" in shown
     assert "report.html" in shown
+
+
+def test_the_command_of_a_report_runs_the_same_again(tmp_path):
+    commands = [
+        CompareCommand(),
+        CompareCommand(
+            data=tmp_path / "it's text",
+            schemes=("rope", "none"),
+            workers=3,
+            model=ModelConfig(layers=1),
+            train=TrainConfig(learning_rate=1e-5, seed=7),
+            evaluate=EvaluateConfig(lengths=(8, 16), stride=4),
+        ),
+    ]
+    for command in commands:
+        program, *words = shlex.split(command_line("compare", command))
+        assert (program, _parse(words)) == ("linbias", command)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ LAYERS = (
     {"semantics", "_native"},
     {"prepare", "backends", "ops"},
     {"attention", "varlen", "cache"},
-    {"flash", "interop", "nn", "hf", "testing"},
+    {"flash", "interop", "nn", "hf", "testing", "vllm"},
     {"__init__"},
     {"lab"},
     {"cli"},
@@ -40,7 +40,7 @@ RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 OPTIONAL = {re.split(r"[\[<>=]", item)[0].replace("-", "_") for extra in EXTRAS.values() for item in extra}
 # A module of these may need an extra to be imported; every other one must do without.
-NEEDS_EXTRA = ("linbias.lab", "linbias.hf.", "linbias.cli", "linbias.backends.triton.kernels.")
+NEEDS_EXTRA = ("linbias.lab", "linbias.hf.", "linbias.cli", "linbias.backends.triton.kernels.", "linbias.vllm.")
 BASE_MODULES = [name for name in MODULES if not name.startswith(NEEDS_EXTRA)]
 
 

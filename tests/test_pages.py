@@ -4,8 +4,10 @@
 import pytest
 import torch
 
-from linbias import alibi_attention, alibi_slopes
+from linbias import alibi_attention, alibi_slopes, key_bounds
+from linbias.backends import native
 from linbias.cache import KVCache
+from linbias.semantics.pages import gather_pages
 from linbias.testing import assert_within_budget
 from tests.caching import (
     assert_equals_full,
@@ -104,6 +106,7 @@ def test_padding_of_one_sequence_never_reaches_a_page_it_shares():
     assert_equals_full(actual[1:], query, key, value, alibi_slopes(6))
 
 
+@pytest.mark.skipif(not native._BUILT, reason="the extension was not built: no C++ compiler")
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "scale": 0.1}, {"tolerance": 1e-3}], ids=str)
 def test_pages_nobody_sees_are_not_read(rows, options):
@@ -115,14 +118,33 @@ def test_pages_nobody_sees_are_not_read(rows, options):
     call = {"causal": True, "backend": "reference", **options}
     plain = alibi_attention(query[:, :, -rows:], key, value, steep, **call)
     exact = alibi_attention(query[:, :, -rows:].double(), key.double(), value.double(), steep, **call)
-    out, aux = cache.attend(query[:, :, -rows:], steep, return_aux=True, backend="reference", **options)
+    out, aux = cache.attend(query[:, :, -rows:], steep, return_aux=True, backend="native", **options)
     assert (aux.computed < 2 * 300 * rows).all() and (aux.computed >= 2 * 10 * rows).all()
     tolerance = options.get("tolerance", torch.finfo(torch.float32).eps / 4)
     assert (aux.skipped > 0).all() and (aux.skipped <= tolerance).all()
     allowance = 2 * tolerance * value.abs().max().item()
     assert_within_budget(out, exact, plain, "out", allowance=allowance)
     cache.key_pages[cache.block_table[:, 5].long()] = torch.nan
-    assert torch.equal(cache.attend(query[:, :, -rows:], steep, backend="reference", **options), out)
+    assert torch.equal(cache.attend(query[:, :, -rows:], steep, backend="native", **options), out)
+
+
+def test_a_page_that_is_used_again_has_a_bound_of_its_own():
+    """Huge and NaN keys, then small ones in the same pages: the bounds are those of what is there."""
+    cache = KVCache(page_size=4)
+    _, key, value = make(24)
+    cache.append(torch.where(key > 1, torch.nan, 1e6 * key), value)
+    held = cache.key_pages.shape[0]
+    cache.crop(2)
+    cache.crop(0)
+    cache.append(key, value)
+    assert cache.key_pages.shape[0] == held
+    pools = cache._opened().read(24, 1)
+    norms = gather_pages(pools.bounds.norms, pools.table)
+    torch.testing.assert_close(norms, key_bounds(key, 4).norms)
+    cache.select([1, 0, 1])
+    cache.append(*(each[[1, 0, 1]] for each in make(2)[1:]))
+    pools = cache._opened().read(26, 1)
+    assert torch.equal(gather_pages(pools.bounds.norms, pools.table)[:, :, :6], norms[[1, 0, 1]])
 
 
 def test_pages_with_a_large_key_are_read():
@@ -168,7 +190,7 @@ def test_nothing_is_left_unread_where_it_would_be_wrong_to():
         ({"tolerance": "x"}, TypeError, "tolerance must be a Python number, got str"),
         ({"scale": "x"}, TypeError, "scale must be a Python number, got str"),
         ({"scale": torch.nan}, ValueError, "scale must be finite"),
-        ({"softcap": 0.0}, ValueError, "softcap must be a positive"),
+        ({"softcap": 0.0}, ValueError, "softcap must be positive"),
     ],
 )
 def test_options_are_checked_as_given(options, error, words):

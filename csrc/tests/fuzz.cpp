@@ -49,9 +49,9 @@ struct Tensor {
 template <class X, class C>
 struct Problem {
   Call call;
-  Tensor<X> query, key, value;
+  Tensor<X> query, key, value, key_pool, value_pool;
   Tensor<C> slopes, future, query_place, key_place, norms;
-  Tensor<int64_t> query_positions, key_positions, query_segments, key_segments, ranks;
+  Tensor<int64_t> query_positions, key_positions, query_segments, key_segments, ranks, lengths, table;
   Tensor<uint8_t> key_mask, attn_mask, query_unbiased, key_unbiased;
   int64_t seed = 99;
 
@@ -76,6 +76,37 @@ struct Problem {
     slopes.make(random, {call.B, call.H}, false, slope, random.chance(.5));
     call.slopes = slopes.view;
     options(random, slope);
+    if (random.chance(.3)) lengths.make(random, {call.B}, false, [&] { return random.between(-3, call.S + 3); }), rebind(call.key_lengths, lengths);
+    if (random.chance(.3)) put_in_pages(random, plain_last);
+  }
+
+  // The same keys and values, in pages of any order; what no key lies in is NaN, and its entries lead anywhere.
+  void put_in_pages(Random& random, bool plain_last) {
+    call.page = random.chance(.3) ? 64 * random.between(1, 2) : random.between(1, 90);
+    const int64_t stretches = (call.S + call.page - 1) / call.page;
+    call.pages = call.B * stretches + random.between(0, 3);
+    auto nothing = [] { X x; narrow(C(NAN), &x); return x; };
+    key_pool.make(random, {call.pages, call.G, call.page, call.D}, plain_last, nothing);
+    value_pool.make(random, {call.pages, call.G, call.page, call.V}, plain_last, nothing);
+    std::vector<int64_t> free;
+    for (int64_t n = 0; n < call.pages; ++n) free.push_back(n), std::swap(free[size_t(n)], free[size_t(random.between(0, n))]);
+    int64_t entry = 0;
+    table.make(random, {call.B, stretches}, false, [&] { return int64_t(0); });
+    call.block_table = table.template as<int64_t>();
+    for (int64_t b = 0; b < call.B; ++b)
+      for (int64_t n = 0; n < stretches; ++n, ++entry) {
+        int64_t& page = const_cast<int64_t&>(*call.block_table.at(b, n));
+        page = n * call.page < call.keys(b) ? free[size_t(entry)] : random.chance(.5) ? -1 : int64_t(1) << 40;
+        for (int64_t j = n * call.page; j < std::min(call.keys(b), (n + 1) * call.page); ++j)
+          for (int64_t g = 0; g < call.G; ++g) {
+            for (int64_t d = 0; d < call.D; ++d) copy(key, key_pool, b, g, j, page, d);
+            for (int64_t d = 0; d < call.V; ++d) copy(value, value_pool, b, g, j, page, d);
+          }
+      }
+    call.key = key_pool.view, call.value = value_pool.view;
+  }
+  void copy(const Tensor<X>& from, Tensor<X>& to, int64_t b, int64_t g, int64_t j, int64_t page, int64_t d) {
+    const_cast<X&>(*to.template as<X>().at(page, g, j % call.page, d)) = *from.template as<X>().at(b, g, j, d);
   }
 
   template <class F>
@@ -148,12 +179,12 @@ struct Problem {
   }
 
   int64_t back(int64_t b, int64_t i, int64_t j) const {
-    if (!call.query_positions) return call.S - call.T + i - j;
+    if (!call.query_positions) return call.keys(b) - call.T + i - j;
     return *call.query_positions.as<int64_t>().at(b, i) - *call.key_positions.as<int64_t>().at(b, j);
   }
 
   bool visible(int64_t b, int64_t h, int64_t i, int64_t j) const {
-    if (call.key_mask && !*call.key_mask.at(b, j)) return false;
+    if (j >= call.keys(b) || (call.key_mask && !*call.key_mask.at(b, j))) return false;
     if (call.attn_mask && !*call.attn_mask.at(b, h, i, j)) return false;
     if (call.query_segments && *call.query_segments.at(b, i) != *call.key_segments.at(b, j)) return false;
     if (call.metric != Metric::none) return true;
@@ -224,13 +255,13 @@ void differentiate(Random& random, int number, const Problem<X, C>& p, const std
   if (random.chance(.5)) back.grad_slopes = slopes.data(), back.grad_future_slopes = future.data();
   backward_pass(call, codec_of<X>(), back);
   const double unit = std::is_same<X, Half>::value ? 1e-3 : sizeof(X) == 2 ? 8e-3 : sizeof(X) == 4 ? 1e-5 : 1e-14;
-  const Inner<X> by_value(contiguous(dv.data(), values), call.value, values), by_out(grad_out.view, back.out, rows);
+  const Inner<X> by_value(contiguous(dv.data(), values), p.value.view, values), by_out(grad_out.view, back.out, rows);
   // What forward skips of a row weighs at most `tolerance`, and so does what backward skips; |v| stays below 6.
   double skipped = 0;
   for (const X& g : grad_out.data) skipped += 4 * call.tolerance * std::fabs(double(widen(g))) * 6 / (1 - call.dropout_p);
   CHECK(std::fabs(by_value.sum - by_out.sum) <= 4 * unit * (by_value.size + by_out.size) + skipped + unit,
         "problem %d: <dv, v> = %g, <grad_out, out> = %g", number, by_value.sum, by_out.sum);
-  const Inner<X> by_query(contiguous(dq.data(), queries), call.query, queries), by_key(contiguous(dk.data(), keys), call.key, keys);
+  const Inner<X> by_query(contiguous(dq.data(), queries), call.query, queries), by_key(contiguous(dk.data(), keys), p.key.view, keys);
   CHECK(std::fabs(by_query.sum - by_key.sum) <= 4 * unit * (by_query.size + by_key.size) + unit,
         "problem %d: <dq, q> = %g, <dk, k> = %g", number, by_query.sum, by_key.sum);
 }

@@ -29,7 +29,7 @@ from .lab.config import (
 from .lab.data import DataError, printable
 from .lab.evaluations.commands import EVALUATIONS
 from .lab.evaluations.of_folder import evaluate_folder
-from .lab.exports import results_text, write_exports
+from .lab.exports import results_text, set_aside, write_exports
 from .lab.extras import MissingExtra, need
 from .lab.heads import heads_table, inspect_heads
 from .lab.plots import draw_heads
@@ -166,8 +166,10 @@ def _compare(command: CompareCommand) -> None:
     for package in ("matplotlib", "jinja2", "safetensors", "tqdm"):
         need(package)
     results = compare(command)
+    kept = set_aside(results, command.out)
     files = write_exports(results, command.out)
-    _report(results_text(results), files)
+    moved = "" if kept is None else f"\n\nan earlier report held what this one lacks; it is now in {printable(kept)}"
+    _report(results_text(results) + moved, files)
     if all(row.diverged for row in results.rows):
         raise Diverged("every training diverged; try a lower learning rate")
 

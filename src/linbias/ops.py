@@ -16,7 +16,17 @@ from torch import Tensor
 from .backends import Backend, ordered, select
 from .errors import BackendUnavailable
 from .semantics.checks import PLAIN_TENSORS, autocast_enabled, unwatched
-from .semantics.problem import OPERAND_NAMES, OPTION_NAMES, Operands, Options, Problem, Result, accumulating_dtype
+from .semantics.pages import spelled_out
+from .semantics.problem import (
+    OPERAND_NAMES,
+    OPTION_NAMES,
+    TRANSFORMED,
+    Operands,
+    Options,
+    Problem,
+    Result,
+    accumulating_dtype,
+)
 
 GRADIENT_NAMES: tuple[str, ...] = ("query", "key", "value", "slopes", "future_slopes")
 _NOTHING = nullcontext()
@@ -33,6 +43,7 @@ _OPTION_TYPES = {
     "dropout_p": "float",
     "tolerance": "float",
     "bounds_block": "SymInt",
+    "paged_keys": "SymInt",
 }
 _CALL_SCHEMA = ", ".join(
     [f"Tensor{'' if name in _REQUIRED else '?'} {name}" for name in OPERAND_NAMES]
@@ -57,6 +68,7 @@ torch.library.define(
 
 def attention(problem: Problem, operands: Operands, backend: Backend) -> Result:
     """Run `backend.forward`, differentiably."""
+    problem, operands = _fitted(problem, operands, backend)
     watched = _watched(problem, operands, backend)
     if watched is not None:
         return watched
@@ -66,11 +78,23 @@ def attention(problem: Problem, operands: Operands, backend: Backend) -> Result:
 
 def output(problem: Problem, operands: Operands, backend: Backend) -> Tensor:
     """The output of `attention`, without what only `Aux` and a gradient need, where nothing else asks for it."""
+    problem, operands = _fitted(problem, operands, backend)
     watched = _watched(problem, operands, backend)
     if watched is not None:
         return watched.out
     with full_precision(problem):
         return ordered.output(backend, problem, operands)
+
+
+def _fitted(problem: Problem, operands: Operands, backend: Backend) -> tuple[Problem, Operands]:
+    """The call without pages and lengths for a backend that reads neither, and where pages are to get a gradient."""
+    if operands.block_table is None and operands.key_lengths is None:
+        return problem, operands
+    wanted = torch.is_grad_enabled() and (operands.key.requires_grad or operands.value.requires_grad)
+    if backend.READS_PAGES and not (wanted and operands.block_table is not None):
+        return problem, operands
+    operands, options = spelled_out(operands, problem.options)
+    return Problem.of(operands, options, transformed=TRANSFORMED in problem.features), operands
 
 
 def _watched(problem: Problem, operands: Operands, backend: Backend) -> Result | None:
@@ -112,17 +136,18 @@ def _is_plain(tensors: Iterable[Tensor | None]) -> bool:
     return True
 
 
-def _unpack(args: tuple[Any, ...]) -> tuple[Problem, Operands, str]:
+def _unpack(args: tuple[Any, ...]) -> tuple[Backend, Problem, Operands]:
     """The inverse of how `attention` spells a call."""
     operands = Operands(*args[: len(OPERAND_NAMES)])
-    options = Options(*args[len(OPERAND_NAMES) : -1])
-    return Problem.of(operands, options), operands, args[-1]
+    problem = Problem.of(operands, Options(*args[len(OPERAND_NAMES) : -1]))
+    backend = select(args[-1], problem)
+    return backend, *_fitted(problem, operands, backend)
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    problem, operands, name = _unpack(args)
+    backend, problem, operands = _unpack(args)
     with full_precision(problem):
-        result = ordered.forward(select(name, problem), problem, operands)
+        result = ordered.forward(backend, problem, operands)
     return tuple(result)
 
 
@@ -170,10 +195,14 @@ class _Eager(torch.autograd.Function):
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     grad_out, grad_lse, out, lse, lse_low, *call, needs = args
-    problem, operands, name = _unpack(tuple(call))
+    if call[_TABLE] is not None and (needs[1] or needs[2]):
+        raise BackendUnavailable(
+            "no gradient flows to key and value in pages (block_table): give alibi_attention keys side by side"
+        )
+    backend, problem, operands = _unpack(tuple(call))
     with full_precision(problem):
         saved = (out, lse, lse_low, grad_out, grad_lse)
-        found = ordered.backward(select(name, problem), problem, operands, *saved, tuple(needs))
+        found = ordered.backward(backend, problem, operands, *saved, tuple(needs))
     return tuple(
         out.new_empty(0) if gradient is None else gradient
         for gradient in (getattr(found, name) for name in GRADIENT_NAMES)
@@ -212,16 +241,25 @@ def _folded_call(
 ) -> list[Any]:
     """The operator's arguments with all examples in one batch; a shared b = 1 keeps broadcasting unless in `full`."""
     folded: list[Any] = []
-    for name, tensor, dim in zip(OPERAND_NAMES, call, dims, strict=False):
-        if tensor is None or (dim is None and tensor.shape[:1] == (1,) and name not in full):
+    paged = call[_TABLE] is not None
+    # Pages stay what they are while no example has its own: then all of them lie in one pool, example by example.
+    pooled = paged and any(dims[place] is not None for place in _POOLS)
+    pages = _rows(call[_POOLS[0]], dims[_POOLS[0]]) if pooled else 0
+    for place, (name, tensor, dim) in enumerate(zip(OPERAND_NAMES, call, dims, strict=False)):
+        pool = paged and place in _POOLS
+        if tensor is None or (dim is None and tensor.shape[:1] == (1,) and name not in full) or (pool and not pooled):
             folded.append(tensor)
         else:
-            folded.append(_fold(tensor, dim, size, batch))
+            folded.append(_fold(tensor, dim, size, pages if pool else batch))
+    if pooled:
+        first = pages * torch.arange(size, device=folded[_TABLE].device).repeat_interleave(batch)
+        folded[_TABLE] = folded[_TABLE].clamp(0, max(pages - 1, 0)) + first[:, None]
     return folded + list(call[len(OPERAND_NAMES) :])
 
 
-_SEED = OPERAND_NAMES.index("seed")
-_FULL = ("query", "key", "value", "bound_norms")
+_SEED, _TABLE = (OPERAND_NAMES.index(name) for name in ("seed", "block_table"))
+_POOLS = tuple(OPERAND_NAMES.index(name) for name in ("key", "value", "bound_norms"))
+_FULL = ("query", "key", "value", "bound_norms", "block_table")
 
 
 def _rows(tensor: Tensor, dim: int | None) -> int:

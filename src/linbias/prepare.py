@@ -175,19 +175,24 @@ def resolve(
     *,
     bounds: KeyBounds | None = None,
     draw: bool = True,
+    lengths: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> tuple[Problem, Operands]:
     """A call whose inputs were checked and whose tokens stand: numbers, slopes and attn_mask are checked, nothing else.
 
     Args:
-        inputs: query, key and value.
+        inputs: query, key and value; with a `table`, the pages of key and value.
         slopes, options: the user's.
         tokens: of the queries and of the keys; both have positions, or neither. Ranks are added where they are needed.
         bounds: of the keys, in the accumulating dtype.
         draw: draw a seed for dropout.
+        lengths, table: `Operands.key_lengths` and `Operands.block_table`.
     """
     query, keys = inputs[0], tokens[1]
     batch, heads, _, head_dim = query.shape
     numbers = resolve_options(options, head_dim, query.dtype, bounds)
+    if table is not None:
+        numbers = numbers._replace(paged_keys=keys.length)
     dtype = accumulating_dtype(query.dtype)
     mask, future, rank = options.get("attn_mask"), options.get("future_slopes"), keys.rank
     if rank is None and (numbers.sinks > 0 or numbers.prefix > 0):
@@ -207,6 +212,8 @@ def resolve(
         keys.unbiased,
         None if bounds is None else bounds.norms,
         draw_seed(query.device) if draw and numbers.dropout_p > 0 else None,
+        lengths,
+        table,
     )
     return Problem.of(operands, numbers, transformed=transform_active()), operands
 

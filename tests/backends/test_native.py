@@ -516,7 +516,8 @@ def test_half_precision_far_into_a_long_text():
 
 def test_an_interrupt_waits_for_the_call_and_leaves_the_kernels_usable():
     code = """
-import signal, torch
+import faulthandler, signal, torch
+faulthandler.dump_traceback_later(240, exit=True)  # where it hangs, if it does
 from linbias import BackendUnavailable, alibi_attention, alibi_slopes
 torch.set_num_threads(2)
 q = torch.randn(1, 8, 3000, 64)
@@ -531,7 +532,7 @@ try:
 except KeyboardInterrupt:
     assert call(small).equal(wanted)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 # --- C++ -------------------------------------------------------------------------------------------------------------

@@ -49,8 +49,17 @@ def results() -> Results:
         stride=None,
         segments=4,
         rows=tuple(_row(scheme, found) for scheme, found in scores.items()),
-        settings={"model": {"layers": 2, "width": 24, "heads": 3}, "train": {"steps": 7, "passages": 3, "length": 16}},
-        corpus={"name": "made up", "splits": {"test": {"text": "<none>", "bytes": 1234567, "sha256": "ab" * 32}}},
+        command="linbias compare --data 'a <b>bold</b> name' --steps 7",
+        settings={
+            "model": {"layers": 2, "width": 24, "heads": 3},
+            "train": {"steps": 7, "passages": 3, "length": 16, "learning_rate": 0.01, "seed": 1},
+        },
+        corpus={
+            "name": "made up",
+            "source": "/far/a <i>way</i>.txt",
+            "remark": None,
+            "splits": {"test": {"text": "<none>", "bytes": 1234567, "sha256": "ab" * 32}},
+        },
         environment={
             "versions": {"linbias": "0.0", "torch": "2", "matplotlib": None},
             "machine": {"processor": "abacus", "cores": 1},

@@ -10,15 +10,18 @@ from datetime import UTC, datetime
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
 from linbias.lab.config import InspectCommand
-from linbias.lab.exports import csv_table, results_text, write_exports
+from linbias.lab.exports import csv_table, results_text, set_aside, write_exports
 from linbias.lab.heads import inspect_heads
-from linbias.lab.page import render_page
-from linbias.lab.plots import draw_comparison, draw_heads
+from linbias.lab.page import PAPER, render_page
+from linbias.lab.plots import DARK, draw_comparison, draw_heads, draw_panels
 from linbias.lab.remarks import early_token_effect, headline, remarks
+from linbias.lab.results import make_cells
 
 PNG = b"\x89PNG\r\n\x1a\n"
+PLOTS = dict.fromkeys(PAPER, (PNG, PNG))
 WHEN = datetime(2001, 2, 3, 4, 5, tzinfo=UTC)
 
 
@@ -55,13 +58,34 @@ def test_results_text_shows_every_figure_and_refusal(results):
     assert "tested on 256 bytes of a <b>bold</b>" in " ".join(text.split())
 
 
-def test_headline_orders_schemes_by_change(results):
-    assert headline(results) == "From 16 to 64 bytes, bits per byte change by: ALiBi -0.10, RoPE +1.59."
-    assert headline(replace(results, rows=results.rows[2:3])) == "All schemes were tested at 16 bytes only."
+def test_headline_gives_figures_first_and_orders_schemes_by_them(results):
+    assert headline(results) == (
+        "Bits per byte, the lowest first. At 16 bytes, as trained: RoPE 2.752, ALiBi 2.896, learned 2.896. "
+        "At 64 bytes, with the change: ALiBi 2.795 (-0.101), RoPE 4.339 (+1.587)."
+    )
+    assert headline(replace(results, rows=results.rows[2:3])).endswith(
+        "learned 2.896. At 64 bytes, with the change: none could run."
+    )
+    assert headline(replace(results, lengths=(16,))).endswith(
+        "At 16 bytes, as trained: RoPE 2.752, ALiBi 2.896, learned 2.896."
+    )
+    assert headline(replace(results, rows=())) == "No scheme could be tested."
+
+
+def test_one_rate_for_all_is_remarked_on_where_schemes_are_compared(results):
+    told = remarks(results)[1]
+    assert "the same learning rate (0.01) and seed (1); neither was tuned for any of them" in told
+    assert not any("tuned" in remark for remark in remarks(replace(results, rows=results.rows[:1])))
+
+
+def test_what_is_odd_about_the_text_is_remarked_on(results):
+    odd = replace(results, corpus={**results.corpus, "remark": "this is noise"})
+    assert "this is noise" in results_text(odd)
+    assert "this is noise" in render_page(odd, PLOTS, WHEN)
 
 
 def test_refusals_are_grouped_by_reason(results):
-    assert remarks(results)[1:3] == [
+    assert remarks(results)[2:4] == [
         "learned: cannot run at 32 bytes, because its table ends at the training length, 16.",
         "learned: cannot run at 64 bytes, because the same.",
     ]
@@ -87,19 +111,55 @@ def test_csv_has_a_line_for_each_scheme_and_length(results):
 
 
 def test_page_needs_nothing_but_itself(results):
-    plot = draw_comparison(results)
-    page = render_page(results, plot, WHEN)
+    plots = {name: draw_panels(results, theme) for name, theme in PAPER.items()}
+    page = render_page(results, plots, WHEN)
     outline = Outline(page)
-    assert len(outline.references) == 1
     prefix = "data:image/png;base64,"
-    assert outline.references[0].startswith(prefix)
-    assert base64.b64decode(outline.references[0].removeprefix(prefix)) == plot
+    assert all(reference.startswith(prefix) for reference in outline.references)
+    shown = [base64.b64decode(reference.removeprefix(prefix)) for reference in outline.references]
+    assert shown == [plots["dark"][0], plots["light"][0], plots["dark"][1], plots["light"][1]]
+    assert len(set(shown)) == 4
     assert not {"script", "link", "iframe", "object"} & set(outline.tags)
     assert not re.search(r"url\(|@import|https?://", page)
 
 
+def test_plots_of_the_page_are_narrow_enough_for_a_phone(results):
+    for image in draw_panels(results, DARK):
+        width, height = size_of(image)
+        # The smallest letters, 8 points, at 358 of the 390 pixels of a phone: 8 / 72 inches of `width / 160`.
+        assert 358 * (8 / 72) / (width / 160) > 8
+        assert height < width
+
+
+def test_a_change_is_tinted_where_its_whole_interval_says_so(results):
+    page = render_page(results, PLOTS, WHEN)
+    alibi, rope = results.row("alibi"), results.row("rope")
+    assert [cell.change.high < 0 for cell in alibi.cells[1:]] == [True, True]
+    assert [cell.change.low > 0 for cell in rope.cells[1:]] == [True, True]
+    assert (page.count('<td class="better"'), page.count('<td class="worse"')) == (2, 2)
+    single = tuple(
+        replace(row, cells=make_cells({16: torch.ones(64), 64: 2 * torch.ones(64)}, 1, None))
+        for row in results.rows[:1]
+    )
+    plain = render_page(replace(results, rows=single), PLOTS, WHEN)
+    assert '<td class="worse"' not in plain
+    for cell in (*alibi.cells[1:], *rope.cells[1:]):
+        assert f"{cell.change.low:.3f} to {cell.change.high:.3f}" in page
+
+
+def test_page_says_how_to_run_it_again(results):
+    page = render_page(results, PLOTS, WHEN)
+    text = "".join(Outline(page).text)
+    assert results.command in text
+    assert results.corpus["source"] in text
+    assert "ab" * 32 in text
+    assert "<i>way" not in page
+    assert "0.00390625" in text
+    assert "prefers-color-scheme: dark" in page
+
+
 def test_page_shows_every_figure_and_escapes_names(results):
-    page = render_page(results, PNG, WHEN)
+    page = render_page(results, PLOTS, WHEN)
     outline = Outline(page)
     text = " ".join("".join(outline.text).split())
     for row in results.table_rows():
@@ -114,7 +174,7 @@ def test_page_shows_every_figure_and_escapes_names(results):
 
 
 def test_page_of_a_stride_says_so(results):
-    page = render_page(replace(results, stride=4), PNG, WHEN)
+    page = render_page(replace(results, stride=4), PLOTS, WHEN)
     assert "Windows move on by 4 bytes" in page
     assert "Windows do not overlap" not in page
 
@@ -135,3 +195,30 @@ def test_report_writes_four_files_and_no_others(results, tmp_path):
     assert sorted(path.name for path in files) == ["plot.png", "report.html", "results.csv", "results.json"]
     assert sorted((tmp_path / "out").iterdir()) == sorted(files)
     assert json.loads((tmp_path / "out" / "results.json").read_text())["scored"] == 256
+
+
+def test_a_narrower_run_never_replaces_a_larger_report(results, tmp_path):
+    write_exports(results, tmp_path)
+    whole = (tmp_path / "report.html").read_text()
+    narrower = [
+        replace(results, rows=results.rows[:1]),
+        replace(results, rows=tuple(replace(row, cells=row.cells[:2]) for row in results.rows)),
+        replace(results, scored=128),
+        replace(results, settings={**results.settings, "train": {"steps": 8}}),
+        replace(results, corpus={**results.corpus, "splits": {"test": {"sha256": "cd" * 32}}}),
+    ]
+    for number, found in enumerate(narrower, start=1):
+        assert set_aside(found, tmp_path) == tmp_path / f"earlier-{number}"
+        assert (tmp_path / f"earlier-{number}" / "report.html").read_text() == whole
+        write_exports(results, tmp_path)
+        whole = (tmp_path / "report.html").read_text()
+    assert set_aside(results, tmp_path) is None
+    write_exports(narrower[0], tmp_path)
+    assert set_aside(results, tmp_path) is None
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", '{"rows": 3}'])
+def test_results_that_are_none_of_ours_are_set_aside_too(results, tmp_path, content):
+    (tmp_path / "results.json").write_text(content)
+    kept = set_aside(results, tmp_path)
+    assert [path.name for path in kept.iterdir()] == ["results.json"]

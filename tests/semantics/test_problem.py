@@ -23,6 +23,7 @@ USED = {
     "dropout_p": 0.5,
     "tolerance": 0.5,
     "bounds_block": 64,
+    "paged_keys": 7,
 }
 
 

@@ -30,6 +30,11 @@ class Backend(Protocol):
         """True: `forward` is plain torch that autograd sees through, and `backward` is not called."""
         ...
 
+    @property
+    def READS_PAGES(self) -> bool:
+        """Whether it reads keys through a block table, and lengths; others are given both `spelled_out`."""
+        ...
+
     def why_not(self, problem: Problem) -> str | None:
         """The reason this call cannot run here, or None."""
         ...

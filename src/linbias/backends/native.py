@@ -17,12 +17,13 @@ from ..semantics.problem import OPERAND_NAMES, OPTION_NAMES, Gradients, Operands
 
 NAME = "native"
 COMPOSITE = False
+READS_PAGES = True
 SUPPORTS = frozenset(
     (
         *("future_slopes", "query_positions", "key_positions", "query_segments", "key_segments"),
         *("key_mask", "attn_mask", "key_ranks", "query_unbiased", "key_unbiased", "bound_norms", "seed"),
         *("causal", "left", "right", "sinks", "prefix", "metric", "scale", "softcap", "dropout_p", "tolerance"),
-        "bounds_block",
+        *("bounds_block", "key_lengths", "block_table", "paged_keys"),
     )
 )
 """The features of a problem that these kernels honour."""

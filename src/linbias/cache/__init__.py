@@ -21,6 +21,7 @@ from ..semantics.checks import (
     slope_rows,
     token_rows,
 )
+from ..semantics.pages import gather_pages
 from ..semantics.problem import default_scale, default_tolerance
 from .layout import (
     Layout,
@@ -33,7 +34,7 @@ from .layout import (
     placed,
     token_positions,
 )
-from .pages import Pages, unseen_pages
+from .pages import Pages
 from .report import CacheReport, newest_pairs
 from .storage import Counts, Slots, real_norms
 from .streaming import stream
@@ -210,31 +211,27 @@ class KVCache:
         if self._window is not None:
             layout.check_rows(query.shape[2], self._left)
             given.update(window=self._window, sinks=self._sinks)
-        skip, spent, ordinary = 0, 0.0, layout.aligned and storage.positions is None
-        if isinstance(storage, Pages) and ordinary:
-            skip, spent = unseen_pages(storage, layout.end, query, slopes, given)
-        if skip:
-            given["tolerance"] = spent  # one half for the pages left out, one for attention
-        key, value, bounds = storage.read(layout.end, skip, query.shape[2])
+        key, value, bounds, table = storage.read(layout.end, query.shape[2])
         streams = self._streams and not layout.fits(self._sinks + (self._left or 0) + 1)
-        if ordinary and not skip and not streams:
+        if layout.aligned and storage.positions is None and table is None and not streams:
             if bounds is not None:
                 given["key_bounds"] = bounds
             problem, operands = prepare(query, key, value, slopes, given)
         else:
-            check_inputs(*(inputs := autocast(query, key, value)))
+            inputs = autocast(query, key, value)
+            parts = inputs[1:] if table is None else (each[:1].expand(len(table), -1, -1, -1) for each in inputs[1:])
+            check_inputs(inputs[0], *parts)
             unbiased = check_count("unbiased", given.get("unbiased", 0))
-            tokens, real = placed(storage, layout, query.shape[2], skip, unbiased)
+            tokens, real = placed(storage, layout, query.shape[2], unbiased, spelled=streams)
+            lengths = layout.lengths if isinstance(layout.lengths, Tensor) else None
             if real is not None:
                 given["attn_mask"] = real if (mask := given.get("attn_mask")) is None else real & mask
             # Rounding may lengthen a key beyond the bound that was kept of it.
             bounds = bounds if inputs[1].dtype == key.dtype else None
-            problem, operands = resolve(inputs, slopes, given, tokens, bounds=bounds)
+            problem, operands = resolve(inputs, slopes, given, tokens, bounds=bounds, lengths=lengths, table=table)
         if not (streams or return_aux):
             return output(problem, operands, backend)
         result = stream(operands, problem.options, backend) if streams else run(problem, operands, backend)
-        if skip:
-            result = result._replace(skipped=result.skipped + spent)
         return (result.out, Aux.of(result)) if return_aux else result.out
 
     def crop(self, length: int | Tensor) -> None:
@@ -333,7 +330,7 @@ class KVCache:
     def positions(self) -> Tensor:
         """(B, S) int64: the position in its text of each key that `attend` looks at; -1 where there is none."""
         storage, layout = self._opened(), self._layout
-        slots = storage.slots(layout.end)
+        slots = layout.slots(storage.key.device)
         places, real = token_positions(storage, layout, slots), layout.real(slots)
         places = places if real is None else torch.where(real, places, -1)
         return places.expand(storage.sizes[0], -1)
@@ -363,10 +360,11 @@ class KVCache:
         content = 0.0
         if query is not None:
             check_tensor("query", query)
-            key, value, _ = storage.read(self._layout.end, 0, query.shape[2])
-            check_inputs(query, key, value)
+            key, _, _, table = storage.read(self._layout.end, query.shape[2])
+            key = key if table is None else gather_pages(key, table)[:, :, : self._layout.end]
+            check_inputs(query, key, key)
             scale = check_scale("scale", scale, default_scale(key.shape[3]))
-            norms = real_norms(key, self._layout.real(storage.slots(self._layout.end))).double()
+            norms = real_norms(key, self._layout.real(self._layout.slots(key.device))).double()
             norms = pad(norms, (0, 1)).amax(2).repeat_interleave(query.shape[1] // key.shape[1], 1)
             # Two scores of a row are at most twice the bound apart.
             content = 2 * score_bound(scale, None, upper_norms(query.detach()).double().amax(2), norms)
@@ -385,8 +383,8 @@ class KVCache:
 
     @property
     def key_pages(self) -> Tensor:
-        """(pages, page_size, G, D): the pool that `block_table` points into, laid out as flash-attn's."""
-        return self._pages().key
+        """(pages, page_size, G, D): the pool that `block_table` points into, with flash-attn's dimensions."""
+        return self._pages().key.permute(1, 2, 0, 3)
 
     def _pages(self) -> Pages:
         storage = self._opened()
@@ -397,4 +395,4 @@ class KVCache:
     @property
     def value_pages(self) -> Tensor:
         """(pages, page_size, G, V)."""
-        return self._pages().value
+        return self._pages().value.permute(1, 2, 0, 3)

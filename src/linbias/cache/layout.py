@@ -134,6 +134,10 @@ class Layout:
             return self.chunk
         return self.last(device) + torch.arange(1 - count, 1, device=device), None
 
+    def slots(self, device: torch.device) -> Tensor:
+        """(1, end): all slots in use."""
+        return torch.arange(self.end, device=device)[None]
+
     def index(self, slots: Tensor) -> Tensor:
         """(b, n): the number in its text of the token at each slot."""
         return slots if self.evicted_none else torch.where(slots < self.head, slots, slots + column(self.evicted))
@@ -286,23 +290,24 @@ def token_positions(storage: Storage, layout: Layout, slots: Tensor) -> Tensor:
 
 
 def placed(
-    storage: Storage, layout: Layout, queries: int, skip: int, unbiased: int
+    storage: Storage, layout: Layout, queries: int, unbiased: int, *, spelled: bool
 ) -> tuple[tuple[Tokens, Tokens], Tensor | None]:
     """Both sides of a call from the T newest tokens to all that is kept, and (b, 1, T, 1), which rows are real.
 
     Args:
         storage, layout: what is where.
         queries: T.
-        skip: pages left out when the keys were read.
         unbiased: how many first tokens of each sequence have no bias.
+        spelled: write positions out also where they are the slots.
     """
     device = storage.key.device
-    slots = storage.slots(layout.end, skip)
     rows, real = layout.queries(queries, device)
+    counted = not spelled and layout.evicted_none and storage.positions is None and real is None
 
-    def side(slots: Tensor) -> Tokens:
+    def side(slots: Tensor, first: int) -> Tokens:
         marks = layout.index(slots) < unbiased if unbiased else None
-        return Tokens(slots.shape[1], 0, device, token_positions(storage, layout, slots), unbiased=marks)
+        positions = None if counted else token_positions(storage, layout, slots)
+        return Tokens(slots.shape[1], first, device, positions, unbiased=marks)
 
-    tokens = side(rows), side(slots)._replace(real=layout.real(slots))
+    tokens = side(rows, layout.end - queries), side(layout.slots(device), 0)
     return tokens, None if real is None else real[:, None, :, None]

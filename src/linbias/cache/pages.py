@@ -4,16 +4,9 @@
 import torch
 from torch import Tensor
 
-from ..prepare import AttentionOptions, check_inputs, resolve_options
-from ..semantics.bounds import KeyBounds, key_bounds, reach, score_bound, upper_norms
-from ..semantics.checks import readable, slope_rows
+from ..semantics.bounds import KeyBounds, key_bounds, upper_norms
 from ..semantics.problem import accumulating_dtype
-from .storage import Counts, Evicted, grown, real_norms, unfilled
-
-
-def gather_pages(pool: Tensor, table: Tensor) -> Tensor:
-    """Pages (P, page, ...) by a table (B, n) of page numbers, side by side: (B, n * page, ...)."""
-    return pool[table].flatten(1, 2)
+from .storage import Counts, Evicted, Kept, grown, real_norms, unfilled
 
 
 class Pages:
@@ -21,17 +14,20 @@ class Pages:
 
     A page that falls out of use is used again. `select` copies no key: it shares pages, and a shared page is copied
     when one of its owners writes to it. Page 0 belongs to nobody: tables are filled up with it and padding is written
-    to it. Attention needs pages side by side, so `read` copies those it is asked for. The lists live on the host, and
-    lengths that come as tensors are read there.
+    to it. Attention reads them through the table. The lists live on the host, and lengths that come as tensors are read
+    there.
     """
 
     def __init__(self, key: Tensor, value: Tensor, page: int) -> None:
         batch, heads, _, dim = key.shape
         self.page = self.block = page
-        self.key = unfilled(key, 1, page, heads, dim)
-        self.value = unfilled(value, 1, page, heads, value.shape[3])
-        self.norms = unfilled(key, 1, heads, dtype=accumulating_dtype(key.dtype)).zero_()
+        # (G, P, page, .): a head reads its keys of a page, and as a rule those of the next, in one stretch.
+        self.key = unfilled(key, heads, 1, page, dim)
+        self.value = unfilled(value, heads, 1, page, value.shape[3])
+        self.norms = unfilled(key, heads, 1, dtype=accumulating_dtype(key.dtype)).zero_()
+        """(G, P)."""
         self.positions: Tensor | None = None
+        """(1, P, page)."""
         self._lists: list[list[int]] = [[] for _ in range(batch)]
         self._filled = [0] * batch
         self._owners = [1]
@@ -41,7 +37,7 @@ class Pages:
     @property
     def sizes(self) -> tuple[int, int]:
         """B and G."""
-        return len(self._lists), self.key.shape[2]
+        return len(self._lists), self.key.shape[0]
 
     def table(self, end: int) -> Tensor:
         """(B, ceil(end / page)) int64: the page of each stretch of slots; 0 beyond a sequence's last."""
@@ -64,12 +60,12 @@ class Pages:
                 pages.append(self._take())
                 taken.append(pages[-1])
         if taken:
-            self.norms[torch.tensor(taken, device=self.norms.device)] = 0.0
+            self.norms[:, torch.tensor(taken, device=self.norms.device)] = 0.0
         if copies:
             old, new = torch.tensor(copies, device=self.key.device).unbind(1)
             for pool in (self.key, self.value, self.norms, self.positions):
                 if pool is not None:
-                    pool[new] = pool[old]
+                    pool[:, new] = pool[:, old]
         # Padding is written behind the tokens, so the table is as wide as the longest sequence with all its padding.
         width = -(-(end + tokens) // self.page)
         if taken or copies or width > self._table.shape[1]:
@@ -83,10 +79,10 @@ class Pages:
 
     def _take(self) -> int:
         if not self._free:
-            pages = self.key.shape[0]
+            pages = self.key.shape[1]
             for name in ("key", "value", "norms", "positions"):
                 pool: Tensor | None = getattr(self, name)
-                setattr(self, name, None if pool is None else grown(pool, 0, 2 * pages, pages))
+                setattr(self, name, None if pool is None else grown(pool, 1, 2 * pages, pages))
             self._owners += [0] * pages
             self._free = list(range(2 * pages - 1, pages - 1, -1))
         page = self._free.pop()
@@ -100,7 +96,14 @@ class Pages:
                 self._free.append(page)
 
     def write(self, start: int, key: Tensor, value: Tensor) -> None:
-        """Through the table, as any other slots."""
+        """Through the table, as any other slots; a step's one token with fewer operations."""
+        if key.shape[2] == 1:
+            page, place = divmod(start, self.page)
+            pages = self._table[:, page]
+            self.key[:, :, place].index_copy_(1, pages, key[:, :, 0].transpose(0, 1))
+            self.value[:, :, place].index_copy_(1, pages, value[:, :, 0].transpose(0, 1))
+            self._raise_norms(pages, upper_norms(key)[:, :, 0].T)
+            return
         slots = torch.arange(start, start + key.shape[2], device=key.device)[None]
         self.scatter(slots, None, key, value, None)
 
@@ -109,42 +112,32 @@ class Pages:
         batch, _, tokens, _ = key.shape
         slots = slots.expand(batch, tokens)
         pages, places = self._table.gather(1, slots // self.page), slots % self.page
-        self.key[pages, places] = key.transpose(1, 2)
-        self.value[pages, places] = value.transpose(1, 2)
-        norms = real_norms(key, real).transpose(1, 2).flatten(0, 1)
-        self.norms.scatter_reduce_(0, pages.reshape(-1, 1).expand_as(norms), norms, "amax")
+        self.key[:, pages, places] = key.transpose(0, 1)
+        self.value[:, pages, places] = value.transpose(0, 1)
+        self._raise_norms(pages.reshape(-1), real_norms(key, real).transpose(0, 1).flatten(1))
         if self.positions is not None and positions is not None:
-            self.positions[pages, places] = positions.expand(batch, tokens)
+            self.positions[0, pages, places] = positions.expand(batch, tokens)
 
-    def read(self, end: int, skip: int, rows: int) -> tuple[Tensor, Tensor, KeyBounds]:
-        """Copies, without the pages 1 to `skip` of each sequence."""
-        table = self.table(end)
-        table = torch.cat([table[:, :1], table[:, 1 + skip :]], dim=1) if skip else table
-        slots = end - skip * self.page
-        key, value = (gather_pages(pool, table)[:, :slots].transpose(1, 2) for pool in (self.key, self.value))
-        return key, value, KeyBounds(self.norms[table].transpose(1, 2).contiguous(), self.page)
+    def _raise_norms(self, pages: Tensor, norms: Tensor) -> None:
+        """The bounds of pages (n,), by those (G, n) of keys that came to them."""
+        self.norms.scatter_reduce_(1, pages.expand_as(norms), norms, "amax")
 
-    def newest(self, end: int, tokens: int) -> Tensor:
-        """(B, G, tokens, D): the keys before slot `end`."""
-        slots = torch.arange(end - tokens, end, device=self.key.device)
-        return self.key[self._table[:, slots // self.page], slots % self.page].transpose(1, 2)
-
-    def slots(self, end: int, skip: int = 0) -> Tensor:
-        """Of the pages read."""
-        slots = torch.arange(end, device=self.key.device)[None]
-        return torch.cat([slots[:, : self.page], slots[:, (1 + skip) * self.page :]], dim=1) if skip else slots
+    def read(self, end: int, rows: int) -> Kept:
+        """The pool, and the table of the first `end` slots."""
+        bounds = KeyBounds(self.norms.T.unsqueeze(2), self.page)
+        return Kept(self.key.transpose(0, 1), self.value.transpose(0, 1), bounds, self.table(end))
 
     def read_positions(self, end: int) -> Tensor | None:
         """A copy."""
-        return None if self.positions is None else gather_pages(self.positions, self.table(end))[:, :end]
+        return None if self.positions is None else self.positions[0, self.table(end)].flatten(1)[:, :end]
 
     def number(self) -> None:
         """Start to store positions; so far the position was the slot."""
-        self.positions = unfilled(self.key, *self.key.shape[:2], dtype=torch.int64).zero_()
+        self.positions = unfilled(self.key, 1, self.key.shape[1], self.page, dtype=torch.int64).zero_()
         inside = torch.arange(self.page, device=self.key.device)
         for pages in self._lists:
             for n, page in enumerate(pages):
-                self.positions[page] = inside + n * self.page
+                self.positions[0, page] = inside + n * self.page
 
     def evict(self, end: int, lengths: Counts, sinks: int, left: int, tokens: int) -> Evicted:
         """Whole pages, so that more than was asked for may stay."""
@@ -194,7 +187,7 @@ class Pages:
         self.key, self.value = self.key.to(device, dtype), self.value.to(device, dtype)
         self.norms = self.norms.to(device)
         if changed:
-            self.norms = key_bounds(self.key.transpose(1, 2), self.page).norms[:, :, 0]
+            self.norms = key_bounds(self.key, self.page).norms[:, :, 0]
         self.positions = None if self.positions is None else self.positions.to(device)
         self._table = self._table.to(device)
 
@@ -202,43 +195,3 @@ class Pages:
         """All pages are free."""
         self.positions = None
         self.forget(0)
-
-
-_FEW_ROWS = 16
-"""A longer chunk looks at so many keys that reading all of them costs little beside."""
-_PLAIN = frozenset({"causal", "scale", "softcap", "tolerance", "future_slopes"})
-"""Options that leave every row its own key, on whose weight the reach is built."""
-
-
-def unseen_pages(pages: Pages, end: int, query: Tensor, slopes: Tensor, options: AttentionOptions) -> tuple[int, float]:
-    """How many pages after the first none of the T newest tokens can see, and what they cost of the tolerance.
-
-    With rho the largest key norm of those pages, no score before the bias exceeds |scale| |q| rho, and each row weighs
-    at least what its own key does, at distance 0. So half the tolerance pays for all keys beyond `linbias.reach` of the
-    difference. The first page is always read: that is where attention sinks are. Only for plain decoding on the CPU,
-    where the answer costs no wait; everything else reads every page.
-
-    Args:
-        pages, end: the storage and the slots in use, one length for all sequences, slot = position.
-        query: (B, H, T, D).
-        slopes, options: as for `linbias.alibi_attention`.
-    """
-    rows = query.shape[2]
-    plain = options.keys() <= _PLAIN and 0 < rows <= min(_FEW_ROWS, end)
-    plain = plain and end > 2 * pages.page  # the first and the newest page are always read
-    if not plain or not readable(query) or torch.is_autocast_enabled("cpu"):
-        return 0, 0.0
-    own = pages.newest(end, rows)
-    check_inputs(query, own, own)
-    numbers = resolve_options(options, query.shape[3], query.dtype)
-    slope = slope_rows("slopes", slopes, query.shape[0], query.shape[1], torch.float64, query).detach()
-    group, wide = query.shape[1] // own.shape[1], query.detach().double()
-    largest = pages.norms[pages.table(end)[:, 1:]].amax(1).double().repeat_interleave(group, 1)[:, :, None]
-    score = numbers.scale * (wide * own.double().repeat_interleave(group, 1)).sum(-1)
-    if numbers.softcap is not None:
-        score = numbers.softcap * torch.tanh(score / numbers.softcap)
-    excess = score_bound(numbers.scale, numbers.softcap, upper_norms(wide), largest) - score
-    # A NaN content gives a NaN reach, and then nothing is left out.
-    far = reach(slope[:, :, None], tolerance=numbers.tolerance / 2, content=excess)
-    first = (torch.arange(end - rows, end, device=far.device) - far).amin()
-    return (max(int(first) // pages.page - 1, 0) if first.isfinite() else 0), numbers.tolerance / 2

@@ -82,7 +82,8 @@ def newest_pairs(storage: Storage, layout: Layout, left: int | None, sinks: int,
         left, sinks: the cache's.
         capped: distances as in a cache with ``distance="cache"``.
     """
-    slots, device = storage.slots(layout.end), storage.key.device
+    device = storage.key.device
+    slots = layout.slots(device)
     here, there = (token_positions(storage, layout, each) for each in (layout.last(device), slots))
     rows = Blocks.of(Tokens(1, 0, device, here)).down()
     keys = Blocks.of(Tokens(layout.end, 0, device, there, rank=slots, real=layout.real(slots))).across()

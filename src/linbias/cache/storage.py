@@ -22,6 +22,18 @@ _LEAST_MEASURED = 512
 """For one query, bounds of fewer keys cost more than they save."""
 
 
+class Kept(NamedTuple):
+    """What a storage gives attention to read."""
+
+    key: Tensor
+    """(B, G, end, D) or, with a table, pages (P, G, page, D)."""
+    value: Tensor
+    bounds: KeyBounds | None
+    """None where they do not pay."""
+    table: Tensor | None = None
+    """(B, n) int64: see `Operands.block_table`."""
+
+
 class Evicted(NamedTuple):
     """What an eviction did."""
 
@@ -120,19 +132,13 @@ class Slots:
             rows, places = slots.expand(key.shape[0], -1), positions.expand(key.shape[0], -1)
             self.positions.scatter_(1, rows, places)
 
-    def read(self, end: int, skip: int, rows: int) -> tuple[Tensor, Tensor, KeyBounds | None]:
-        """Keys and values (B, G, end, .) and their bounds, if they pay for `rows` queries, as views; of pages, without
-        the `skip` after the first.
-        """
+    def read(self, end: int, rows: int) -> Kept:
+        """Keys and values of the first `end` slots and their bounds, if they pay for `rows` queries, as views."""
         bounds = None
         if rows > 1 or end >= _LEAST_MEASURED or self._measured == self._written:
             self._measure()
             bounds = KeyBounds(self.norms.narrow(2, 0, -(-end // self.block)), self.block)
-        return self.key.narrow(2, 0, end), self.value.narrow(2, 0, end), bounds
-
-    def slots(self, end: int, skip: int = 0) -> Tensor:
-        """(1, n): the slots that `read` gives."""
-        return torch.arange(end, device=self.key.device)[None]
+        return Kept(self.key.narrow(2, 0, end), self.value.narrow(2, 0, end), bounds)
 
     def read_positions(self, end: int) -> Tensor | None:
         """(B, end) positions, if they are stored."""

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from ..attention import merge, run
+from ..semantics.pages import spelled_out
 from ..semantics.problem import Operands, Options, Problem, Result
 
 
@@ -18,11 +19,12 @@ def stream(operands: Operands, options: Options, backend: str) -> Result:
     sinks, rows, keys = options.sinks, operands.query_positions, operands.key_positions
     assert rows is not None and keys is not None and options.left is not None
     cap = sinks + options.left
-    is_sink = torch.arange(operands.key.shape[2], device=keys.device) < sinks
+    is_sink = torch.arange(keys.shape[1], device=keys.device) < sinks
     if operands.query.shape[2] == 1:
         gap = (rows - cap).clamp_min(0)
         shifted = torch.where(is_sink, keys, keys - gap)
         return _run(operands._replace(query_positions=rows - gap, key_positions=shifted), options, backend)
+    operands, options = spelled_out(operands, options)
     operands, dtype = _widened(operands), operands.query.dtype
     real = ~is_sink[None] if operands.key_mask is None else operands.key_mask & ~is_sink
     near = _run(operands._replace(key_mask=real, key_ranks=None), options._replace(sinks=0), backend)

@@ -190,7 +190,7 @@ def flash_attn_with_kvcache(  # noqa: PLR0913, PLR0917
             the cache is full. An int keeps the call free of masks.
         cache_batch_idx: (B,) integers, the row of the cache of each q. Not with ``block_table``.
         cache_leftpad: (B,) integers: slots at the start of each row that hold nothing; column 0 is the one after them.
-        block_table: (B, n) integers: the pages of each sequence, copied side by side before attention.
+        block_table: (B, n) integers: the pages of each sequence, of any strides, read where they lie on the CPU.
         softmax_scale, causal, window_size, softcap: as for `flash_attn_func`.
         rotary_interleaved: without effect, as in flash-attn where there is no rotation.
         alibi_slopes: (H,) or (B, H).
@@ -215,8 +215,9 @@ def flash_attn_with_kvcache(  # noqa: PLR0913, PLR0917
     cache.check_places(k, v)
     if k is not None and v is not None:
         cache.write(k, v)  # last, so that a call that is refused has written nothing
-    tokens, rows = cache.tokens()
-    out, lse = _attend(_inputs(q, *cache.read()), slopes, options, tokens)
+    tokens, lengths, rows = cache.tokens()
+    key, value, table = cache.read()
+    out, lse = _attend(_inputs(q, key, value), slopes, options, tokens, lengths, table)
     shift = _shift(slopes[..., None], rows[:, None]) if _is_key_form(causal, window_size, cache.columns) else None
     return (out, _flash_lse(lse, shift)) if return_softmax_lse else out
 
@@ -263,10 +264,15 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _attend(
-    inputs: tuple[Tensor, Tensor, Tensor], slopes: Tensor, options: AttentionOptions, tokens: tuple[Tokens, Tokens]
+    inputs: tuple[Tensor, Tensor, Tensor],
+    slopes: Tensor,
+    options: AttentionOptions,
+    tokens: tuple[Tokens, Tokens],
+    lengths: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(B, T, H, V) and (B, H, T), of inputs that were checked."""
-    result = run(*resolve(inputs, slopes, options, tokens), "auto")
+    result = run(*resolve(inputs, slopes, options, tokens, lengths=lengths, table=table), "auto")
     return result.out.transpose(1, 2).contiguous(), result.lse
 
 

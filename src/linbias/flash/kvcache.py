@@ -10,8 +10,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..cache.pages import gather_pages
 from ..semantics.checks import readable
+from ..semantics.pages import gather_pages
 from ..semantics.tokens import Tokens
 from .arguments import check_heads, check_integers, check_layout
 
@@ -113,33 +113,34 @@ class CallersCache:
             self.key[places], self.value[places] = k, v
         self.lengths = self.lengths + k.shape[1]
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        """(B, S, G, .), S the slots that can be in use."""
-        slots = self.lengths if isinstance(self.lengths, int) else self.columns
+    def read(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(B, S, G, .), S the slots that can be in use; or pages (P, page, G, .) and the table (B, n) of them."""
+        slots = self._slots
         if self.table is not None:
-            table = self.table[:, : -(-slots // self.key.shape[1])]
-            key, value = (gather_pages(pool, within(table, pool)) for pool in (self.key, self.value))
-        elif self.index is not None:
-            rows = _loud(self.index, self.key.shape[0])
-            key, value = self.key[rows], self.value[rows]
-        else:
-            key, value = self.key[: self.batch], self.value[: self.batch]
-        return key[:, :slots], value[:, :slots]
+            return self.key, self.value, self.table
+        if self.index is not None and readable(self.index):
+            return self.key, self.value, self.index[:, None]  # a row of the cache is a page
+        rows = slice(self.batch) if self.index is None else _loud(self.index, self.key.shape[0])
+        return self.key[rows, :slots], self.value[rows, :slots], None
 
-    def tokens(self) -> tuple[tuple[Tokens, Tokens], Tensor]:
-        """Both sides of the call, and (b, T), the rows of the queries counted from the first key."""
+    def tokens(self) -> tuple[tuple[Tokens, Tokens], Tensor | None, Tensor]:
+        """Both sides, (B,) how many keys each sequence has, and (b, T), the rows of the queries from key 0 on."""
         device = self.key.device
-        slots = self.lengths if isinstance(self.lengths, int) else self.columns
-        used = slots if self.lengths is None else self.lengths
+        used = self._slots if self.lengths is None else self.lengths
         steps = torch.arange(-self.queries, 0, device=device)[None]
-        if self.leftpad is None and isinstance(used, int):
-            sides = Tokens(self.queries, used - self.queries, device), Tokens(slots, 0, device)
-            return sides, used + steps
-        start = 0 if self.leftpad is None else self.leftpad
-        columns = torch.arange(slots, device=device)[None]
-        rows = used - start + steps
-        real = (columns >= start) & (columns < used)
-        return (Tokens(self.queries, 0, device, rows), Tokens(slots, 0, device, columns - start, real=real)), rows
+        lengths = used[:, 0] if isinstance(used, Tensor) else None
+        sides = Tokens(self.queries, self._slots - self.queries, device), Tokens(self._slots, 0, device)
+        if self.leftpad is None:
+            return sides, lengths, used + steps
+        columns = torch.arange(self._slots, device=device)[None]
+        rows = used - self.leftpad + steps
+        keys = sides[1]._replace(position=columns - self.leftpad, real=columns >= self.leftpad)
+        return (sides[0]._replace(position=rows), keys), lengths, rows
+
+    @property
+    def _slots(self) -> int:
+        """Slots that can be in use."""
+        return self.lengths if isinstance(self.lengths, int) else self.columns
 
 
 def check_range(name: str, given: int | Tensor, low: int, high: int | Tensor, reason: str) -> None:
@@ -165,13 +166,8 @@ def unpaged(k: Tensor, v: Tensor, table: Tensor, cu_seqlens: Tensor) -> tuple[Te
         raise ValueError(f"block_table has room for {room} tokens a sequence; cu_seqlens_k needs more")
     check_pages(table, k, lengths)
     real = torch.arange(room, device=table.device) < lengths
-    packed = [gather_pages(pool, within(table.long(), pool))[real] for pool in (k, v)]
+    packed = [gather_pages(pool.transpose(1, 2), table.long()).transpose(1, 2)[real] for pool in (k, v)]
     return packed[0], packed[1]
-
-
-def within(table: Tensor, pool: Tensor) -> Tensor:
-    """A table's entries that nobody reads may hold anything, -1 as a rule; gathered they are held inside the pool."""
-    return table.clamp(0, max(pool.shape[0] - 1, 0))
 
 
 def _loud(index: Tensor, size: int) -> Tensor:

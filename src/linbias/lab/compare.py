@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .config import AnyScheme, CompareCommand, TrainedScheme
-from .data import Corpus, load_corpus, require_bytes
+from .config import AnyScheme, CompareCommand, TrainedScheme, command_line
+from .data import Corpus, load_corpus, printable, require_bytes
 from .environment import machine, versions
 from .evaluate import Trial, load_scores, score, scored_bytes, testing_cost
 from .model import build_decoder, count_parameters
 from .positions import SCHEMES, why_not
-from .progress import Tell
+from .progress import Tell, notice
 from .results import Results, Row, make_cells
 from .tasks import Task, run_tasks, usable_cores
 from .train import ANEW, Diverged, Run, load_checkpoint, resolve_device, train, training_cost
@@ -172,8 +172,9 @@ def collect(plan: Comparison) -> Results:
         stride=command.evaluate.stride,
         segments=segments,
         rows=tuple(row for scheme in command.schemes for row in _rows(plan, scheme, segments)),
-        settings=json.loads(json.dumps(asdict(command), default=str)),
-        corpus=plan.corpus.describe(),
+        command=printable(command_line("compare", command)),
+        settings=json.loads(json.dumps(asdict(command), default=printable)),
+        corpus={**plan.corpus.describe(), "remark": plan.corpus.remark()},
         environment={"versions": versions(), "machine": machine(), "device": plan.device, "workers": plan.workers},
     )
 
@@ -218,5 +219,7 @@ def compare(command: CompareCommand) -> Results:
     """
     plan = Comparison(command)
     plan.check()
+    if (odd := plan.corpus.remark()) is not None:
+        notice(odd)
     run_tasks("compare", plan.tasks(), plan.workers)
     return collect(plan)

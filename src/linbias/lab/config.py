@@ -2,7 +2,8 @@
 """What an experiment can be told. The command line is generated from these classes, one flag per field."""
 
 import math
-from dataclasses import dataclass, field, fields
+import shlex
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
@@ -50,6 +51,23 @@ def at_most(most: float, **values: float | None) -> None:
     for name, value in values.items():
         if value is not None and value > most:
             raise ConfigError(f"{name} must be at most {most}, got {value}")
+
+
+def command_line(name: str, command: Any) -> str:
+    """Return the shell's words that make `command`: every field that differs from its default."""
+    return shlex.join(["linbias", name, *_flags(command)])
+
+
+def _flags(settings: Any) -> list[str]:
+    words: list[str] = []
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if is_dataclass(value):
+            words += _flags(value)
+        elif value != each.default:
+            words.append(f"--{each.name.replace('_', '-')}")
+            words += [] if value is True else map(str, value if isinstance(value, tuple) else (value,))
+    return words
 
 
 C = TypeVar("C")

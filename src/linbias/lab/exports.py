@@ -3,8 +3,10 @@
 
 import csv
 import io
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 from .page import write_page
 from .plots import draw_comparison
@@ -20,16 +22,54 @@ _COLUMNS = (
 )
 
 
+_REPORT = ("report.html", "plot.png", "results.csv", "results.json")
+
+
 def write_exports(results: Results, folder: Path) -> list[Path]:
     """Write results.json, results.csv, plot.png and report.html below `folder`, and return their paths."""
-    files = [folder / name for name in ("report.html", "plot.png", "results.csv", "results.json")]
+    files = [folder / name for name in _REPORT]
     page, plot, table, data = files
     write_text(data, json.dumps(results.as_dict(), indent=1, allow_nan=False))
     write_text(table, csv_table(results))
-    image = draw_comparison(results)
-    write_bytes(plot, image)
-    write_page(results, image, page)
+    write_bytes(plot, draw_comparison(results))
+    write_page(results, page)
     return files
+
+
+def set_aside(results: Results, folder: Path) -> Path | None:
+    """Move the report in `folder` into a folder of its own if it holds what `results` lack, and return that folder.
+
+    A report of the same experiment whose every figure `results` have too is left to be written over.
+    """
+    there = [folder / name for name in _REPORT if (folder / name).exists()]
+    if not there or _covers(results, folder / "results.json"):
+        return None
+    kept = next(place for number in itertools.count(1) if not (place := folder / f"earlier-{number}").exists())
+    kept.mkdir()
+    for path in there:
+        path.rename(kept / path.name)
+    return kept
+
+
+def _covers(results: Results, file: Path) -> bool:
+    """Whether the results in `file` are of the same experiment, and each of its figures is among `results`."""
+    try:
+        before, now = json.loads(file.read_bytes()), json.loads(json.dumps(results.as_dict()))
+        same = _experiment(before) == _experiment(now)
+        return same and _figures(before) <= _figures(now)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # no results of ours, or of another version
+        return False
+
+
+def _experiment(found: dict[str, Any]) -> list[Any]:
+    settings = found["settings"]
+    splits = {name: facts["sha256"] for name, facts in found["corpus"]["splits"].items()}
+    return [settings["model"], settings["train"], splits, found["scored"], found["stride"]]
+
+
+def _figures(found: dict[str, Any]) -> set[tuple[str, int]]:
+    cells = ((row["scheme"], cell) for row in found["rows"] for cell in row["cells"])
+    return {(scheme, cell["length"]) for scheme, cell in cells if cell["bits"] is not None}
 
 
 def csv_table(results: Results) -> str:

@@ -4,6 +4,7 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +40,15 @@ def vanishing_distance(slopes: Tensor, dtype: torch.dtype, content: float) -> Te
     info = torch.finfo(dtype)
     smallest = math.log(info.smallest_normal) + math.log(info.eps)
     return torch.ceil((content - smallest + math.log(2)) / slopes.double())
+
+
+def slope_text(slope: float) -> str:
+    """Return the shortest decimal that is read back as the same fp32 slope.
+
+    >>> slope_text(2**-8), slope_text(2**-20)
+    ('0.00390625', '9.536743e-07')
+    """
+    return str(np.float32(slope))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +108,7 @@ def heads_table(command: InspectCommand, facts: list[HeadFacts]) -> str:
     body = [
         (
             str(fact.head),
-            f"{fact.slope:.6g}",
+            slope_text(fact.slope),
             f"{fact.effective_context:,.4g}",
             _distance(fact.reach),
             f"{fact.keys:.1%}",

@@ -2,6 +2,7 @@
 """One HTML page that says what was found and what was run, and needs no other file."""
 
 import base64
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -9,23 +10,24 @@ from typing import Any
 
 from .. import alibi_slopes
 from .extras import need
-from .heads import effective_context
+from .heads import effective_context, slope_text
+from .plots import DARK, LIGHT, draw_panels
 from .remarks import headline, interval, remarks
 from .results import Cell, Results
 from .statistics import METHOD
 from .storage import write_text
 
-_NOTICEABLE = 0.02
-"""Change in bits per byte from which a cell of the table is tinted."""
+PAPER = {"light": LIGHT, "dark": DARK}
 
 
-def write_page(results: Results, plot: bytes, path: Path) -> None:
-    """Render the page for `results`, with `plot` (a PNG) inside it."""
-    write_text(path, render_page(results, plot, datetime.now(UTC)))
+def write_page(results: Results, path: Path) -> None:
+    """Render the page for `results`, with its plots inside it."""
+    plots = {name: draw_panels(results, theme) for name, theme in PAPER.items()}
+    write_text(path, render_page(results, plots, datetime.now(UTC)))
 
 
-def render_page(results: Results, plot: bytes, written: datetime) -> str:
-    """Return the page as HTML."""
+def render_page(results: Results, plots: Mapping[str, tuple[bytes, bytes]], written: datetime) -> str:
+    """Return the page as HTML; `plots` are two PNGs for light screens and two for dark ones."""
     jinja2 = need("jinja2")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -34,14 +36,14 @@ def render_page(results: Results, plot: bytes, written: datetime) -> str:
         "thousands": lambda value: f"{value:,}",
         "interval": interval,
         "signed": lambda value: f"{value:+z.3f}",
-        "tint": _tint,
+        "verdict": _verdict,
     }
     template = environment.from_string((resources.files("linbias.lab") / "page.html.j2").read_text(encoding="utf-8"))
     return template.render(
         results=results,
         headline=headline(results),
         remarks=remarks(results)[1:],
-        plot="data:image/png;base64," + base64.b64encode(plot).decode(),
+        plots=_inline(plots),
         method=METHOD,
         heads=_heads(results.settings["model"]["heads"]),
         settings=_settings(results),
@@ -49,21 +51,26 @@ def render_page(results: Results, plot: bytes, written: datetime) -> str:
     )
 
 
-def _tint(cell: Cell) -> str:
-    if cell.change is None:
+def _inline(plots: Mapping[str, tuple[bytes, bytes]]) -> list[dict[str, str]]:
+    """Each panel as data URLs by theme."""
+    urls = {
+        name: ["data:image/png;base64," + base64.b64encode(image).decode() for image in plots[name]] for name in PAPER
+    }
+    return [dict(zip(urls, panel, strict=True)) for panel in zip(*urls.values(), strict=True)]
+
+
+def _verdict(cell: Cell) -> str:
+    """Better or worse than at the first length where the whole interval of the change says so, else nothing."""
+    if cell.change is None or cell.change.low is None or cell.change.high is None:
         return ""
-    if cell.change.mean <= -_NOTICEABLE:
-        return "better"
-    if cell.change.mean < _NOTICEABLE:
-        return ""
-    return "worse" if cell.change.mean < 10 * _NOTICEABLE else "much-worse"
+    return "better" if cell.change.high < 0 else "worse" if cell.change.low > 0 else ""
 
 
 def _heads(count: int) -> list[tuple[int, str, str]]:
     slopes = alibi_slopes(count)
     contexts = effective_context(slopes).tolist()
     return [
-        (head, f"{slope:.5g}", f"{context:,.4g}")
+        (head, slope_text(slope), f"{context:,.4g}")
         for head, (slope, context) in enumerate(zip(slopes.tolist(), contexts, strict=True), start=1)
     ]
 

@@ -2,8 +2,11 @@
 """Plots as PNG images. matplotlib is used through its objects, never pyplot: no window, no global state."""
 
 import io
+import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,50 +17,80 @@ from .heads import HeadFacts
 from .positions import SCHEMES
 from .results import Results, Row
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart, and a shape for each, for print.
+# Okabe and Ito's palette, which colour-blind readers can tell apart, a lighter shade of each for dark pages, and a
+# shape for each, for print.
 _LOOKS = {
-    "alibi": ("#0072B2", "o"),
-    "rope": ("#D55E00", "s"),
-    "sinusoidal": ("#CC79A7", "D"),
-    "learned": ("#009E73", "^"),
-    "none": ("#7F7F7F", "v"),
-    "t5": ("#E69F00", "P"),
-    "kerple": ("#882255", "X"),
-    "alibi-learned": ("#56B4E9", "<"),
-    "alibi-half": ("#44AA99", ">"),
+    "alibi": ("#0072B2", "#56B4E9", "o"),
+    "rope": ("#D55E00", "#F0883E", "s"),
+    "sinusoidal": ("#CC79A7", "#DDA0C4", "D"),
+    "learned": ("#009E73", "#2FC79B", "^"),
+    "none": ("#7F7F7F", "#A8ADB8", "v"),
 }
-_OTHER_LOOK = ("#1f2430", "*")
 _DASHES = ((0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (9, 2)))
-"""Of schemes that run the weights of another, whose colour they have, in their order."""
+"""Of schemes that run the weights of another, whose looks they have, in their order."""
+_OTHER_LOOKS = (
+    *(("#E69F00", "#F3BC3F", "P"), ("#56B4E9", "#9AD4F5", "X"), ("#A6761D", "#D1A24A", "<")),
+    *(("#5B4FA3", "#A79BEA", ">"), ("#B22222", "#F07178", "p"), ("#B5B000", "#F0E442", "h")),
+)
 INK, QUIET = "#1f2430", "#8a8f9c"
 _DPI = 160
+IMAGES: dict[str, dict[str, None]] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+"""What a picture can be written as, without the stamps that matplotlib adds: same figure, same bytes."""
 
 
-def new_figure(width: float, height: float, columns: int) -> tuple[Any, list[Any]]:
+@dataclass(frozen=True, kw_only=True)
+class Theme:
+    """Colours of a page that a plot stands on."""
+
+    ink: str
+    quiet: str
+    grid: str
+    paper: str
+    dark: bool = False
+
+
+LIGHT = Theme(ink=INK, quiet=QUIET, grid="#e4e6ec", paper="white")
+DARK = Theme(ink="#e3e6ee", quiet="#8b92a5", grid="#333a4a", paper="#161a23", dark=True)
+
+
+def new_figure(width: float, height: float, columns: int, theme: Theme = LIGHT) -> tuple[Any, list[Any]]:
     """Return a figure with a row of axes, in the style of all our plots; sizes in inches."""
-    figure = need("matplotlib.figure").Figure(figsize=(width, height), layout="constrained", dpi=_DPI)
+    figure = need("matplotlib.figure").Figure(
+        figsize=(width, height), layout="constrained", dpi=_DPI, facecolor=theme.paper
+    )
     axes = list(figure.subplots(1, columns, squeeze=False)[0])
     for ax in axes:
+        ax.set_facecolor(theme.paper)
         ax.spines[["top", "right"]].set_visible(False)
-        ax.spines[["left", "bottom"]].set_color(QUIET)
-        ax.tick_params(colors=INK, which="both", labelsize=9)
-        ax.grid(axis="y", color="#e4e6ec", linewidth=0.8)
+        ax.spines[["left", "bottom"]].set_color(theme.quiet)
+        ax.tick_params(color=theme.quiet, labelcolor=theme.ink, which="both", labelsize=9)
+        ax.grid(axis="y", color=theme.grid, linewidth=0.8)
         ax.set_axisbelow(True)
     return figure, axes
 
 
 def to_png(figure: Any) -> bytes:
     """Return the figure as PNG, the same bytes for the same figure."""
+    return to_image(figure, "png")
+
+
+def to_image(figure: Any, kind: str) -> bytes:
+    """Return the figure as an image of one of `IMAGES`."""
     stream = io.BytesIO()
-    figure.savefig(stream, format="png", metadata={"Software": None})
+    stamps: dict[str, dict[str, Any]] = {
+        "png": {"Software": None},
+        "svg": {"Date": None},
+        "pdf": {"CreationDate": None},
+    }
+    figure.savefig(stream, format=kind, metadata=stamps[kind])
     return stream.getvalue()
 
 
-def label(ax: Any, title: str, x: str, y: str) -> None:
+def label(ax: Any, title: str, x: str, y: str, theme: Theme = LIGHT) -> None:
     """Give axes their title and the names of their axes."""
-    ax.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=10)
-    ax.set_xlabel(x, fontsize=9.5, color=INK)
-    ax.set_ylabel(y, fontsize=9.5, color=INK)
+    ax.set_title(title, loc="left", fontsize=11, fontweight="bold", color=theme.ink, pad=10)
+    ax.set_xlabel(x, fontsize=9.5, color=theme.ink)
+    ax.set_ylabel(y, fontsize=9.5, color=theme.ink)
 
 
 def log_lengths(ax: Any, lengths: list[int]) -> None:
@@ -79,60 +112,90 @@ def log_values(ax: Any) -> None:
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
-def _length_axis(ax: Any, ticks: tuple[int, ...], trained: int) -> None:
-    _octave_axis(ax, ticks, [f"{tick:,}" for tick in ticks])
-    ax.axvline(trained, color=QUIET, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-
-
-def _look(scheme: str) -> tuple[str, str, Any]:
-    """Colour, marker and line style of a scheme."""
-    base = SCHEMES[scheme].trained_as
-    colour, marker = _LOOKS.get(base or scheme, _OTHER_LOOK)
-    siblings = [name for name, other in SCHEMES.items() if base is not None and other.trained_as == base]
-    return colour, marker, _DASHES[siblings.index(scheme) % len(_DASHES)] if siblings else "-"
+def _length_axis(ax: Any, ticks: Sequence[int], trained: int, theme: Theme) -> None:
+    """A logarithmic x with at most eight numbers, and a line where training ended."""
+    step = math.ceil(len(ticks) / 8)
+    shown = ticks[(len(ticks) - 1) % step :: step]
+    _octave_axis(ax, shown, [f"{tick:,}" for tick in shown])
+    ax.axvline(trained, color=theme.quiet, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    low, high = ax.get_ylim()
+    ax.annotate(" trained up to here", (trained, high), fontsize=8, color=theme.quiet, va="top", ha="left")
+    ax.set_ylim(low, high)
 
 
 def draw_comparison(results: Results) -> bytes:
     """Return a PNG: loss by window length, and loss by place in the longest window."""
     figure, (by_length, by_place) = new_figure(12.0, 4.6, 2)
-    for row in results.table_rows():
-        _draw_by_length(by_length, row)
-        _draw_by_place(by_place, row)
-    label(by_length, "Loss by length of the test window", "window, bytes", "bits per byte")
-    _length_axis(by_length, results.lengths, results.trained_length)
-    label(by_place, "Loss by place in the window", "place, counted from 1", "")
-    _length_axis(by_place, _octaves(results.lengths[-1]), results.trained_length)
-    for ax in (by_length, by_place):
-        low, high = ax.get_ylim()
-        ax.annotate(" trained up to here", (results.trained_length, high), fontsize=8, color=QUIET, va="top", ha="left")
-        ax.set_ylim(low, high)
+    _draw_by_length(by_length, results, LIGHT)
+    _draw_by_place(by_place, results, LIGHT)
+    by_place.set_ylabel("")
     handles, labels = by_place.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=6, frameon=False, fontsize=9.5, labelcolor=INK)
     return to_png(figure)
+
+
+def draw_panels(results: Results, theme: Theme) -> tuple[bytes, bytes]:
+    """Return the two halves of `draw_comparison` as PNGs of their own, narrow enough to be read on a phone."""
+    images: list[bytes] = []
+    for draw in (_draw_by_length, _draw_by_place):
+        figure, (ax,) = new_figure(4.6, 4.4, 1, theme)
+        draw(ax, results, theme)
+        handles, labels = ax.get_legend_handles_labels()
+        figure.legend(
+            handles, labels, loc="outside lower left", ncols=3, frameon=False, fontsize=9, labelcolor=theme.ink
+        )
+        images.append(to_png(figure))
+    return images[0], images[1]
 
 
 def _octaves(longest: int) -> tuple[int, ...]:
     return tuple(2**power for power in range(longest.bit_length()) if 2**power <= longest)
 
 
-def _draw_by_length(ax: Any, row: Row) -> None:
-    cells = [cell for cell in row.cells if cell.bits is not None]
-    estimates = [cell.bits for cell in cells if cell.bits is not None]
-    if not cells:
-        return
-    x, y = [cell.length for cell in cells], [bits.mean for bits in estimates]
-    colour, marker, dashes = _look(row.scheme)
-    below = [0.0 if bits.low is None else bits.mean - bits.low for bits in estimates]
-    above = [0.0 if bits.high is None else bits.high - bits.mean for bits in estimates]
-    style = {"color": colour, "marker": marker, "linestyle": dashes, "markersize": 5, "linewidth": 2}
-    ax.errorbar(x, y, yerr=(below, above), capsize=3, zorder=3, **style)
+def _looks(results: Results, theme: Theme) -> list[tuple[Row, dict[str, Any]]]:
+    """Each row with its colour, marker and dashes; trained schemes without looks of their own take them in turn."""
+    others, looks, followers = itertools.cycle(_OTHER_LOOKS), dict(_LOOKS), Counter[str]()
+    found: list[tuple[Row, dict[str, Any]]] = []
+    for row in results.table_rows():
+        base = SCHEMES[row.scheme].trained_as
+        if (base or row.scheme) not in looks:
+            looks[base or row.scheme] = next(others)
+        light, dark, marker = looks[base or row.scheme]
+        dashes = "-" if base is None else _DASHES[followers[base] % len(_DASHES)]
+        if base is not None:
+            followers[base] += 1
+        found.append((row, {"color": dark if theme.dark else light, "marker": marker, "linestyle": dashes}))
+    return found
 
 
-def _draw_by_place(ax: Any, row: Row) -> None:
-    curve = row.by_place()
-    colour, _, dashes = _look(row.scheme)
-    x = [((bin["first"] + 1) * (bin["last"] + 1)) ** 0.5 for bin in curve]
-    ax.plot(x, [bin["bits"] for bin in curve], color=colour, linestyle=dashes, linewidth=2, label=row.label, zorder=3)
+def _draw_by_length(ax: Any, results: Results, theme: Theme) -> None:
+    rows = _looks(results, theme)
+    for number, (row, look) in enumerate(rows):
+        found = [(cell.length, cell.bits) for cell in row.cells if cell.bits is not None]
+        # Beside one another, so that equal losses do not hide each other.
+        beside = 2 ** (0.06 * (number - (len(rows) - 1) / 2))
+        means = [bits.mean for _, bits in found]
+        spread = (
+            [0.0 if bits.low is None else bits.mean - bits.low for _, bits in found],
+            [0.0 if bits.high is None else bits.high - bits.mean for _, bits in found],
+        )
+        style = {**look, "markersize": 5, "linewidth": 2, "capsize": 3, "label": row.label}
+        ax.errorbar([length * beside for length, _ in found], means, yerr=spread if found else None, zorder=3, **style)
+    label(ax, "Loss by length of the test window", "window, bytes", "bits per byte", theme)
+    _length_axis(ax, results.lengths, results.trained_length, theme)
+
+
+def _draw_by_place(ax: Any, results: Results, theme: Theme) -> None:
+    rows = _looks(results, theme)
+    for number, (row, look) in enumerate(rows):
+        curve = row.by_place()
+        x = [((bin["first"] + 1) * (bin["last"] + 1)) ** 0.5 for bin in curve]
+        # Each curve is narrower than those before it, so that one below another shows at its rims.
+        width = 1.5 + 2.5 * (len(rows) - 1 - number) / max(1, len(rows) - 1)
+        style = {**look, "marker": None, "linewidth": width, "label": row.label}
+        ax.plot(x, [bin["bits"] for bin in curve], zorder=3, **style)
+    label(ax, "Loss by place in the window", "place, counted from 1", "bits per byte", theme)
+    _length_axis(ax, _octaves(results.lengths[-1]), results.trained_length, theme)
 
 
 def draw_heads(command: InspectCommand, facts: list[HeadFacts]) -> bytes:

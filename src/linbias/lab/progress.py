@@ -61,6 +61,11 @@ class _Screen:
         return getattr(self._file, name)
 
 
+def notice(text: str) -> None:
+    """Show a line on the standard error, if anybody reads it."""
+    _Screen().write(f"{text}\n")
+
+
 class Progress:
     """Several pieces of work as one whole: a bar for it and one for each piece under way."""
 

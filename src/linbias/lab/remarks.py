@@ -6,19 +6,34 @@ from .results import Cell, Estimate, Results, Row
 
 
 def headline(results: Results) -> str:
-    """Return the outcome in one sentence."""
+    """Return the outcome in a sentence or two: figures first, changes beside them."""
     first, last = results.lengths[0], results.lengths[-1]
-    changes = [(row.label, row.cells[-1].change) for row in results.table_rows()]
-    known = [(label, change) for label, change in changes if change is not None]
-    if not known:
-        return f"All schemes were tested at {first:,} bytes only."
-    parts = [f"{label} {change.mean:+z.2f}" for label, change in sorted(known, key=lambda item: item[1].mean)]
-    return f"From {first:,} to {last:,} bytes, bits per byte change by: {', '.join(parts)}."
+    start, end = _ranked(results, first), _ranked(results, last)
+    if not start and not end:
+        return "No scheme could be tested."
+    trained = ", as trained" if first == results.trained_length else ""
+    said = f"Bits per byte, the lowest first. At {first:,} bytes{trained}: {_listed(start) or 'none could run'}."
+    if first == last:
+        return said
+    return f"{said} At {last:,} bytes, with the change: {_listed(end) or 'none could run'}."
+
+
+def _ranked(results: Results, length: int) -> list[tuple[Row, Cell, Estimate]]:
+    cells = [(row, row.cell(length)) for row in results.table_rows()]
+    known = [(row, cell, cell.bits) for row, cell in cells if cell is not None and cell.bits is not None]
+    return sorted(known, key=lambda each: each[2].mean)
+
+
+def _listed(ranked: list[tuple[Row, Cell, Estimate]]) -> str:
+    return ", ".join(
+        f"{row.label} {bits.mean:.3f}" + (f" ({cell.change.mean:+z.3f})" if cell.change else "")
+        for row, cell, bits in ranked
+    )
 
 
 def remarks(results: Results) -> list[str]:
     """Return the sentences below the table."""
-    found = [headline(results)]
+    found = [headline(results), results.corpus.get("remark"), _one_rate(results)]
     found += [f"{row.label}: {row.diverged}." for row in results.table_rows() if row.diverged]
     found += [
         f"{row.label}: cannot run at {', '.join(f'{cell.length:,}' for cell in cells)} bytes, because {reason}."
@@ -26,8 +41,20 @@ def remarks(results: Results) -> list[str]:
         for reason, cells in _refusals(row)
     ]
     found += changed_rules(results)
-    early = early_token_effect(results)
-    return found + ([early] if early else [])
+    found.append(early_token_effect(results))
+    return [each for each in found if each]
+
+
+def _one_rate(results: Results) -> str | None:
+    """Say that nothing was tuned, where several schemes are compared."""
+    if len(results.table_rows()) == 1:
+        return None
+    train = results.settings["train"]
+    return (
+        f"Every scheme was trained once, with the same learning rate ({train['learning_rate']:g}) and seed "
+        f"({train['seed']}); neither was tuned for any of them. A scheme that another rate suits better is shown below "
+        "its best, and differences as small as those between seeds say nothing."
+    )
 
 
 def _refusals(row: Row) -> list[tuple[str, list[Cell]]]:

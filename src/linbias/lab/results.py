@@ -60,6 +60,11 @@ class Row:
         return SCHEMES[self.scheme].label
 
     @property
+    def trained(self) -> bool:
+        """Whether it is a scheme that was trained, and not one that runs another's weights."""
+        return SCHEMES[self.scheme].trained_as is None
+
+    @property
     def absence(self) -> str:
         """What stands where a figure is missing."""
         return "cannot run" if self.diverged is None else "diverged"
@@ -92,9 +97,12 @@ class Results:
     stride: int | None
     segments: int
     rows: tuple[Row, ...]
+    command: str
+    """What runs it again, as a shell takes it."""
     settings: dict[str, Any]
     """The command, field by field."""
     corpus: dict[str, Any]
+    """`Corpus.describe`, with its remark if it has one."""
     environment: dict[str, Any]
 
     def row(self, scheme: str) -> Row | None:
@@ -102,8 +110,10 @@ class Results:
         return next((row for row in self.rows if row.scheme == scheme), None)
 
     def table_rows(self) -> tuple[Row, ...]:
-        """Return the rows of schemes that have a cell at every length; the others only help to explain these."""
-        return tuple(row for row in self.rows if len(row.cells) == len(self.lengths))
+        """Return the rows of what was trained or tried at every length; the others only help to explain these."""
+        return tuple(
+            row for row in self.rows if row.trained or self.lengths == tuple(cell.length for cell in row.cells)
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything in types that JSON knows."""

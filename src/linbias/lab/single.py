@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One model at a time: what `linbias train` and `linbias evaluate` do."""
 
-import sys
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from .data import SPLITS, Corpus, DataError, Text, load_corpus
 from .evaluate import Trial, check_scheme, score, scored_bytes, testing_cost
 from .model import count_parameters
 from .positions import SCHEMES, rule_change, why_not
-from .progress import Tell
+from .progress import Tell, notice
 from .remarks import interval, perplexity_text
 from .results import make_cells
 from .statistics import METHOD, Estimate
@@ -40,13 +39,14 @@ def train_one(command: TrainCommand) -> Path:
         device=resolve_device(command.device),
     )
 
+    if (odd := run.corpus.remark()) is not None:
+        notice(odd)
     run_tasks("linbias", [Task(name=f"train {run.scheme}", work=partial(_train, run, command.out))])
     return run.checkpoint(command.out)
 
 
-def _train(run: Run, folder: Path, tell: Tell) -> str | None:
+def _train(run: Run, folder: Path, tell: Tell) -> None:
     train(run, folder, tell)
-    return run.corpus.remark()
 
 
 def describe_training(path: Path) -> str:
@@ -116,7 +116,7 @@ def data_of(trained: Trained, path: Path) -> Corpus:
             "text to score with --data"
         )
     if source is not None:
-        print(f"reading {source!r}, the data that the checkpoint names", file=sys.stderr)
+        notice(f"reading {source!r}, the data that the checkpoint names")
     corpus = load_corpus(None if source is None else Path(source))
     found = corpus.describe()["splits"]
     changed = [split for split in SPLITS if found[split]["sha256"] != _hash_of(hashes, split)]

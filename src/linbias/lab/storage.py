@@ -26,6 +26,11 @@ _PRESENTATION = {
     "lab/doctor.py",
     "lab/tasks.py",
     "lab/progress.py",
+    "lab/remarks.py",
+    "lab/tables.py",
+    "lab/mpt.py",
+    *(f"lab/evaluations/{name}.py" for name in ("attention", "commands", "folder", "numerics", "of_folder")),
+    *(f"lab/evaluations/{name}.py" for name in ("retrieval_show", "streaming")),
 }
 """Source files, relative to the package, that decide how results look and not what they are."""
 _BENCH = "lab/bench/"

@@ -24,9 +24,10 @@ class Operands(NamedTuple):
     query: Tensor
     """(B, H, T, D), floating."""
     key: Tensor
-    """(B, G, S, D), the query's dtype; H is a multiple of G and query head h reads key head h // (H // G)."""
+    """(B, G, S, D), the query's dtype; H is a multiple of G and query head h reads key head h // (H // G). With a
+    block_table (P, G, page, D): pages of any strides."""
     value: Tensor
-    """(B, G, S, V), the query's dtype."""
+    """(B, G, S, V), the query's dtype; with a block_table (P, G, page, V)."""
     slopes: Tensor
     """(b, H), the accumulating dtype: for keys at or before the query, or at any distance under a metric."""
     future_slopes: Tensor | None = None
@@ -51,9 +52,15 @@ class Operands(NamedTuple):
     key_unbiased: Tensor | None = None
     """(b, S) bool; True: this key gives no bias."""
     bound_norms: Tensor | None = None
-    """(B, G, ceil(S / block)): an upper bound of the key norms of each block, which a caller keeps beside a cache."""
+    """(B, G, ceil(S / block)): an upper bound of the key norms of each block, which a caller keeps beside a cache.
+    With a block_table (P, G, 1): of each page."""
     seed: Tensor | None = None
     """() int64: key of the dropout generator; given exactly when dropout_p > 0."""
+    key_lengths: Tensor | None = None
+    """(b,) int64: of its S keys a sequence has only so many, and where positions are None its queries end there."""
+    block_table: Tensor | None = None
+    """(B, n) int64: the page of each stretch of `page` keys; entries of which a sequence has no key may hold anything.
+    S is then options.paged_keys, at most n * page. No gradient flows to pages."""
 
 
 class Options(NamedTuple):
@@ -81,6 +88,8 @@ class Options(NamedTuple):
     """Largest share of a row's softmax weight that skipped keys may hold."""
     bounds_block: int = 0
     """Keys per block of the key bounds; 0 when there are none."""
+    paged_keys: int = 0
+    """S, where keys lie in pages; else 0."""
 
 
 OPERAND_NAMES = Operands._fields
@@ -126,6 +135,7 @@ class Problem(NamedTuple):
         """Collect the facts; `operands` are already validated."""
         batch, heads, queries, head_dim = operands.query.shape
         kv_heads, keys, value_dim = operands.value.shape[1:]
+        keys = keys if operands.block_table is None else options.paged_keys
         # Written for the small call, which this would otherwise cost a tenth of its time.
         used = [name for name, tensor in zip(_OPTIONAL, operands[_REQUIRED:]) if tensor is not None]  # noqa: B905
         used.extend(compress(OPTION_NAMES, map(ne, options, _NEUTRAL)))

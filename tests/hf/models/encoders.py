@@ -74,6 +74,69 @@ def attend(query: np.ndarray, key: np.ndarray, value: np.ndarray, heads: int) ->
     return np.concatenate(outs, 1)
 
 
+def jina(
+    weights: dict[str, np.ndarray], ids: np.ndarray, types: np.ndarray, *, heads: int, code: bool, kind: str
+) -> np.ndarray:
+    """JinaBERT's vectors of one text without padding, (T,) -> (T, width); `code`: base-code's layout."""
+    hidden = _embedded(weights, ids, types)
+    for name in _layers(weights):
+        query, key, value = (
+            linear(weights, f"{name}.attention.self.{part}", hidden) for part in ("query", "key", "value")
+        )
+        if code:
+            query = layer_norm(weights, f"{name}.attention.self.layer_norm_q", query)
+            key = layer_norm(weights, f"{name}.attention.self.layer_norm_k", key)
+        projected = linear(weights, f"{name}.attention.output.dense", attend(query, key, value, heads))
+        attended = layer_norm(weights, f"{name}.attention.output.LayerNorm", projected + hidden)
+        act = (lambda x: np.maximum(x, 0)) if kind == "reglu" else gelu
+        fed = _code_fed if code else _jina_fed
+        hidden = fed(weights, name, hidden, attended, act, kind == "original")
+    return hidden
+
+
+def mosaic(weights: dict[str, np.ndarray], ids: np.ndarray, types: np.ndarray, *, heads: int) -> np.ndarray:
+    """The MosaicBERT line's vectors of one text without padding, (T,) -> (T, width)."""
+    hidden = _embedded(weights, ids, types)
+    for name in _layers(weights):
+        query, key, value = np.split(linear(weights, f"{name}.attention.self.Wqkv", hidden), 3, axis=1)
+        projected = linear(weights, f"{name}.attention.output.dense", attend(query, key, value, heads))
+        attended = layer_norm(weights, f"{name}.attention.output.LayerNorm", projected + hidden)
+        hidden = _jina_fed(weights, name, hidden, attended, gelu, False)
+    return hidden
+
+
+def _layers(weights: dict[str, np.ndarray]) -> list[str]:
+    return sorted({name[: name.index(".", 14)] for name in weights if name.startswith("encoder.layer.")})
+
+
+def _embedded(weights: dict[str, np.ndarray], ids: np.ndarray, types: np.ndarray) -> np.ndarray:
+    words, kinds = (weights[f"embeddings.{part}_embeddings.weight"] for part in ("word", "token_type"))
+    return layer_norm(weights, "embeddings.LayerNorm", words[ids] + kinds[types])
+
+
+def _jina_fed(
+    weights: dict[str, np.ndarray], name: str, _: np.ndarray, attended: np.ndarray, act: Any, plain: bool
+) -> np.ndarray:
+    if plain:
+        middle = act(linear(weights, f"{name}.intermediate.dense", attended))
+        out = linear(weights, f"{name}.output.dense", middle)
+        return layer_norm(weights, f"{name}.output.LayerNorm", out + attended)
+    gate, up = np.split(attended @ weights[f"{name}.mlp.gated_layers.weight"].T, 2, axis=1)
+    return layer_norm(weights, f"{name}.mlp.layernorm", linear(weights, f"{name}.mlp.wo", act(gate) * up) + attended)
+
+
+def _code_fed(
+    weights: dict[str, np.ndarray], name: str, hidden: np.ndarray, attended: np.ndarray, act: Any, plain: bool
+) -> np.ndarray:
+    attended = layer_norm(weights, f"{name}.layer_norm_1", hidden + attended)
+    if plain:
+        middle = act(attended @ weights[f"{name}.mlp.up_layer.weight"].T)
+    else:
+        up, gate = np.split(attended @ weights[f"{name}.mlp.up_gated_layer.weight"].T, 2, axis=1)
+        middle = up * act(gate)
+    return layer_norm(weights, f"{name}.layer_norm_2", attended + linear(weights, f"{name}.mlp.down_layer", middle))
+
+
 def assert_close(found: Tensor, expected: np.ndarray) -> None:
     """Of a model in float64: two ways to sum some tens of terms, in two layers, part by far less than 2**12 eps."""
     np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=2**-40 * np.abs(expected).max())

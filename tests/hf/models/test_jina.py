@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.hf.models import encoders
-from tests.hf.models.encoders import attend, gelu, layer_norm, lengths_mask, linear, weights_of
+from tests.hf.models.encoders import gelu, layer_norm, lengths_mask, linear, weights_of
 
 pytest.importorskip("transformers", reason="transformers is missing: pip install 'linbias[hf]'")
 
@@ -36,46 +36,7 @@ def make(head: str = "Model", *, code: bool = False, kind: str = "geglu", **opti
 
 
 def formula(weights: dict[str, np.ndarray], ids: np.ndarray, types: np.ndarray, code: bool, kind: str) -> np.ndarray:
-    """One text without padding, (T,) -> (T, width), in float64."""
-    at = weights.__getitem__
-    hidden = at("embeddings.word_embeddings.weight")[ids] + at("embeddings.token_type_embeddings.weight")[types]
-    hidden = layer_norm(weights, "embeddings.LayerNorm", hidden)
-    for number in range(SIZES["num_hidden_layers"]):
-        name = f"encoder.layer.{number}"
-        query, key, value = (
-            linear(weights, f"{name}.attention.self.{part}", hidden) for part in ("query", "key", "value")
-        )
-        if code:
-            query = layer_norm(weights, f"{name}.attention.self.layer_norm_q", query)
-            key = layer_norm(weights, f"{name}.attention.self.layer_norm_k", key)
-        context = attend(query, key, value, SIZES["num_attention_heads"])
-        projected = linear(weights, f"{name}.attention.output.dense", context)
-        attended = layer_norm(weights, f"{name}.attention.output.LayerNorm", projected + hidden)
-        hidden = mlp(weights, name, hidden, attended, code, kind)
-    return hidden
-
-
-def mlp(
-    weights: dict[str, np.ndarray], name: str, hidden: np.ndarray, attended: np.ndarray, code: bool, kind: str
-) -> np.ndarray:
-    inner = SIZES["intermediate_size"]
-    act = (lambda x: np.maximum(x, 0)) if kind == "reglu" else gelu
-    if not code and kind == "original":
-        middle = act(linear(weights, f"{name}.intermediate.dense", attended))
-        return layer_norm(
-            weights, f"{name}.output.LayerNorm", linear(weights, f"{name}.output.dense", middle) + attended
-        )
-    if not code:
-        both = attended @ weights[f"{name}.mlp.gated_layers.weight"].T
-        out = linear(weights, f"{name}.mlp.wo", act(both[:, :inner]) * both[:, inner:])
-        return layer_norm(weights, f"{name}.mlp.layernorm", out + attended)
-    attended = layer_norm(weights, f"{name}.layer_norm_1", hidden + attended)
-    if kind == "original":
-        middle = act(attended @ weights[f"{name}.mlp.up_layer.weight"].T)
-    else:
-        both = attended @ weights[f"{name}.mlp.up_gated_layer.weight"].T
-        middle = both[:, :inner] * act(both[:, inner:])
-    return layer_norm(weights, f"{name}.layer_norm_2", attended + linear(weights, f"{name}.mlp.down_layer", middle))
+    return encoders.jina(weights, ids, types, heads=SIZES["num_attention_heads"], code=code, kind=kind)
 
 
 class TestFormula:

@@ -2,44 +2,39 @@
 """`load` gives back what was saved, by what config.json says, or says why it cannot; nothing is left random."""
 
 import json
+import logging
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from safetensors.torch import load_file, save_file
 
-import linbias
-from linbias.hf import load
-from linbias.hf.models import published
-from linbias.testing import assert_within_budget
-from tests.hf.models import encoder
-from tests.hf.models.encoder import TinyConfig, TinyForMaskedLM, TinyModel, publish
+from tests.hf.models import encoders, folders
+from tests.hf.models.folders import WEIGHTS, rewrite
 
-WEIGHTS = "model.safetensors"
+import linbias  # isort: skip
+import transformers  # isort: skip
+from linbias.hf import load  # isort: skip
+from linbias.hf.models import published  # isort: skip
+from linbias.hf.models.jina import JinaBertForMaskedLM, JinaBertModel  # isort: skip
+from safetensors.torch import save_file  # isort: skip
 
-
-@pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder.teach(monkeypatch)
+A_KEY = "bert.encoder.layer.0.attention.self.key.bias"
 
 
 @pytest.fixture
-def model() -> TinyForMaskedLM:
-    return TinyForMaskedLM(TinyConfig()).eval()
+def model() -> Any:
+    return folders.make("jina")
 
 
 @pytest.fixture
 def ids() -> torch.Tensor:
-    return torch.randint(31, (2, 7))
+    return torch.randint(1, 53, (2, 7))
 
 
-def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Tensors of the folder replaced, added or, by None, left out."""
-    tensors = load_file(folder / WEIGHTS) | changes
-    save_file({name: part for name, part in tensors.items() if part is not None}, folder / WEIGHTS, {"format": "pt"})
+def publish(folder: Path, model: Any, **changes: Any) -> Path:
+    return folders.publish(folder, "jina", model, **{"torch_dtype": "float32"} | changes)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -47,52 +42,53 @@ def same(one: Any, other: Any) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_a_published_folder_gives_the_class_it_names(tmp_path: Path, model: TinyForMaskedLM, ids: torch.Tensor):
+def test_a_published_folder_gives_the_class_it_names(tmp_path: Path, model: Any, ids: torch.Tensor):
     found = load(str(publish(tmp_path, model)))
-    assert type(found) is TinyForMaskedLM and not found.training and same(found, model)
+    assert type(found) is JinaBertForMaskedLM and not found.training and same(found, model)
     assert torch.equal(found(ids).logits, model(ids).logits)
 
 
-def test_the_loaded_model_attends_with_the_bias(tmp_path: Path, model: TinyForMaskedLM, ids: torch.Tensor):
-    found = load(publish(tmp_path, model), task="base")(ids).last_hidden_state
-    exact = torch.stack([encoder.dense(model.bert, row) for row in ids])
-    plain = torch.stack([encoder.dense(model.bert, row, torch.float32) for row in ids])
-    assert_within_budget(found, exact, plain, "last_hidden_state")
+def test_the_loaded_model_attends_with_the_bias(tmp_path: Path, model: Any, ids: torch.Tensor):
+    found = load(publish(tmp_path, model), task="base", dtype=torch.float64)
+    assert found.pooler is None
+    with torch.no_grad():
+        for row, vectors in zip(ids, found(ids).last_hidden_state, strict=True):
+            encoders.assert_close(vectors, folders.states("jina", model.bert, row).numpy())
 
 
-def test_a_task_takes_another_class_of_the_family(tmp_path: Path, model: TinyForMaskedLM):
+def test_a_task_takes_another_class_of_the_family(tmp_path: Path, model: Any):
     publish(tmp_path, model)
     assert same(load(tmp_path, task="base"), model.bert)
     assert same(load(tmp_path, task="masked-lm"), model)
 
 
-def test_a_folder_that_names_a_head_and_holds_none_gives_the_base_model(tmp_path: Path, model: TinyForMaskedLM):
+def test_a_folder_that_names_a_head_and_holds_none_gives_the_base_model(tmp_path: Path, model: Any):
     """Jina's embedding models are published so: a masked LM by name, an encoder by its weights."""
-    publish(tmp_path, model.bert, architectures=["TinyForMaskedLM"])
-    assert type(load(tmp_path)) is TinyModel and same(load(tmp_path), model.bert)
-    with pytest.raises(ValueError, match=r"lack cls.bias, cls.weight; that is its head: pass task='base'"):
+    publish(tmp_path, model.bert)
+    assert type(load(tmp_path)) is JinaBertModel and same(load(tmp_path), model.bert)
+    with pytest.raises(ValueError, match=r"lack cls.predictions.bias, .*; that is its head: pass task='base'"):
         load(tmp_path, task="masked-lm")
 
 
-def test_a_head_that_the_class_has_no_place_for_is_named(tmp_path: Path, model: TinyForMaskedLM):
-    publish(tmp_path, model, architectures=["TinyModel"])
-    with pytest.raises(ValueError, match=r"have cls.bias, cls.weight, .*; that is a head: .* task='base'"):
+def test_a_head_that_the_class_has_no_place_for_is_named(tmp_path: Path, model: Any):
+    publish(tmp_path, model, architectures=["JinaBertModel"])
+    with pytest.raises(ValueError, match=r"have cls.predictions.bias, .*; that is a head: .* task='base'"):
         load(tmp_path)
     assert same(load(tmp_path, task="base"), model.bert)
 
 
-def test_what_was_saved_loads_again_and_by_auto_classes(tmp_path: Path, model: TinyForMaskedLM, ids: torch.Tensor):
-    load(publish(tmp_path / "published", model)).save_pretrained(tmp_path / "saved")
+def test_what_was_saved_loads_again_and_by_auto_classes(tmp_path: Path, model: Any, ids: torch.Tensor):
+    load(publish(tmp_path, model)).save_pretrained(tmp_path / "saved")
     facts = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert facts["model_type"] == "tests-tiny" and "auto_map" not in facts
+    assert facts["model_type"] == "linbias_jina_bert" and "auto_map" not in facts
     assert same(load(tmp_path / "saved"), model)
-    assert type(transformers.AutoModel.from_pretrained(tmp_path / "saved")) is TinyModel
+    assert type(transformers.AutoModel.from_pretrained(tmp_path / "saved")) is JinaBertModel
     again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
-def test_shards_are_one_model(tmp_path: Path, model: TinyForMaskedLM):
-    model.save_pretrained(tmp_path, max_shard_size="8KB")
+def test_shards_are_one_model(tmp_path: Path, model: Any):
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(shards) > 1 and same(load(tmp_path), model)
     index = tmp_path / "model.safetensors.index.json"
@@ -109,13 +105,15 @@ def test_shards_are_one_model(tmp_path: Path, model: TinyForMaskedLM):
         load(tmp_path)
 
 
-def test_dtype_is_the_folder_s_unless_asked(tmp_path: Path, model: TinyForMaskedLM):
-    publish(tmp_path, model.to(torch.bfloat16))
+def test_dtype_is_the_folder_s_unless_asked(tmp_path: Path, model: Any):
+    publish(tmp_path, model, torch_dtype="bfloat16")
     assert load(tmp_path).dtype == torch.bfloat16
     assert load(tmp_path, dtype=torch.float32).dtype == torch.float32
+    publish(tmp_path, model.to(torch.float16), torch_dtype=None)  # then the tensors say
+    assert load(tmp_path).dtype == torch.float16
 
 
-def test_a_device_map_spreads_the_model(tmp_path: Path, model: TinyForMaskedLM, ids: torch.Tensor):
+def test_a_device_map_spreads_the_model(tmp_path: Path, model: Any, ids: torch.Tensor):
     pytest.importorskip("accelerate", reason="transformers needs accelerate for a device_map")
     publish(tmp_path, model)
     found = load(tmp_path, device_map={"": "cpu"})
@@ -136,6 +134,41 @@ def test_a_falcon_with_rotary_positions_is_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(facts))
     with pytest.raises(ValueError, match="alibi=False: this Falcon has rotary positions"):
         load(tmp_path)
+
+
+def test_a_configuration_that_transformers_refuses_is_named(tmp_path: Path):
+    facts = {"model_type": "bloom", "architectures": ["BloomModel"], "vocab_size": "53"}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    save_file({"ln_f.bias": torch.ones(3)}, tmp_path / WEIGHTS, {"format": "pt"})
+    with pytest.raises(ValueError, match="config.json is not a configuration of bloom: .*'vocab_size'"):
+        load(tmp_path)
+
+
+def test_what_is_raised_or_rightly_left_out_is_not_printed_too(tmp_path: Path, model: Any):
+    """transformers would print its LOAD REPORT, which calls missing weights newly initialised."""
+    publish(tmp_path, model)
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    theirs = logging.getLogger("transformers.modeling_utils")
+    theirs.addHandler(listener)
+    try:
+        load(tmp_path, task="base")
+        with pytest.raises(ValueError, match="lack classifier"):
+            load(tmp_path, task="token-classification")
+        assert said == [] and not theirs.filters
+        JinaBertModel.from_pretrained(tmp_path)  # which shows that they speak
+        assert "LOAD REPORT" in said[0]
+    finally:
+        theirs.removeHandler(listener)
+
+
+@pytest.mark.parametrize("kind", ["jina", "jina-code"])
+def test_tensors_tell_the_layouts_apart_where_the_code_lies_in_the_folder(kind: str, tmp_path: Path):
+    """As of a model that was trained on and saved with its code: no repository names the layout."""
+    model, local = folders.make(kind), {"AutoModel": "modeling_bert.JinaBertModel"}
+    folders.publish(tmp_path, kind, model, auto_map=local, _name_or_path="somebody/embeddings")
+    assert type(load(tmp_path)) is type(model)
 
 
 # Bad input: a change to a good folder, and what the error says.
@@ -171,22 +204,22 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "holds an adapter .* peft.PeftModel",
     ),
-    "missing": (lambda folder: rewrite(folder, **{"bert.qkv.bias": None}), ValueError, "lack bert.qkv.bias"),
+    "missing": (lambda folder: rewrite(folder, **{A_KEY: None}), ValueError, f"lack {A_KEY}"),
     "unexpected": (
-        lambda folder: rewrite(folder, **{"bert.pooler.weight": torch.ones(3)}),
+        lambda folder: rewrite(folder, **{"bert.spam.weight": torch.ones(3)}),
         ValueError,
-        "have bert.pooler.weight, which it has no place for",
+        "have bert.spam.weight, which it has no place for",
     ),
     "mismatched": (
-        lambda folder: rewrite(folder, **{"cls.bias": torch.ones(32)}),
+        lambda folder: rewrite(folder, **{"cls.predictions.bias": torch.ones(54)}),
         ValueError,
-        r"other shapes than config.json gives it: cls.bias \(32,\) and \(31,\)",
+        r"other shapes than config.json gives it: cls.predictions.bias \(54,\) and \(53,\)",
     ),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_folders(case: str, tmp_path: Path, model: TinyForMaskedLM):
+def test_bad_folders(case: str, tmp_path: Path, model: Any):
     change, error, message = BAD[case]
     folder = publish(tmp_path, model)
     changed = change(folder)
@@ -194,54 +227,68 @@ def test_bad_folders(case: str, tmp_path: Path, model: TinyForMaskedLM):
         load(changed if case in ("no folder", "a file") else folder)
 
 
-def test_tensors_known_to_be_harmless_are_left_aside(tmp_path: Path, model: TinyForMaskedLM):
-    rewrite(publish(tmp_path, model), **{"bert.position_ids": torch.arange(40)})
+def test_tensors_known_to_be_harmless_are_left_aside(tmp_path: Path, model: Any):
+    rewrite(publish(tmp_path, model), **{"bert.embeddings.position_ids": torch.arange(40)})
     assert same(load(tmp_path), model)
+
+
+BERT = {"auto_map": {}, "architectures": ["BertForMaskedLM"]}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"auto_map": {}, "position_embedding_type": "absolute"}, "'absolute', not ALiBi: transformers.AutoModel"),
-        ({"auto_map": {}}, r"of no family that linbias knows \(tiny, bloom, mpt, falcon\): it says"),
-        ({"position_embedding_type": "rotary"}, "cannot load the tiny model of .*position_embedding_type='rotary'"),
-        ({"architectures": ["TinyForQuestionAnswering"]}, "and tiny has TinyModel, TinyForMaskedLM: pass task="),
+        (
+            {**BERT, "position_embedding_type": "absolute"},
+            "'absolute', not ALiBi: transformers.AutoModel",
+        ),
+        (BERT, r"of no family that linbias knows \(Baichuan-13B, .*, Refact, bloom, mpt, falcon\): it says"),
+        ({"position_embedding_type": "rotary"}, "cannot load the JinaBERT model of .*position_embedding_type='rotary'"),
+        ({"architectures": ["JinaBertForQuestionAnswering"]}, "and JinaBERT has JinaBertModel, .*: pass task="),
         ({"architectures": None}, "pass task=, one of base, "),
+        ({"vocab_size": "53"}, "vocab_size='53' must be int"),
+        ({"hidden_size": None}, "hidden_size=None must be int"),
+        ({"layer_norm_eps": "1e-12"}, "layer_norm_eps='1e-12' must be float or int"),
+        ({"emb_pooler": True}, "emb_pooler=True must be str or null"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1 must be at least 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 must be at least 1"),
+        ({"pad_token_id": 99}, "pad_token_id=99 lies outside of the vocabulary of 53"),
+        ({"torch_dtype": "float7"}, "dtype='float7' is none of torch's"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights are not read here"),
     ],
 )
-def test_configs_that_cannot_be_honoured(changes: dict[str, Any], message: str, tmp_path: Path, model: TinyForMaskedLM):
+def test_configs_that_cannot_be_honoured(changes: dict[str, Any], message: str, tmp_path: Path, model: Any):
     publish(tmp_path, model, **changes)
     with pytest.raises(ValueError, match=message.replace("task=,", r"task=\.\.\.,")):
         load(tmp_path)
 
 
-def test_a_config_of_another_family_is_told_by_its_weights(tmp_path: Path, model: TinyForMaskedLM):
+def test_a_config_of_another_family_is_told_by_its_weights(tmp_path: Path, model: Any):
     """A BLOOM's config.json beside this model's weights."""
     transformers.BloomConfig(hidden_size=16, n_layer=2, n_head=2, architectures=["BloomModel"]).save_pretrained(
         tmp_path
     )
-    save_file(model.state_dict(), tmp_path / WEIGHTS, {"format": "pt"})
+    save_file(folders.stored(model), tmp_path / WEIGHTS, {"format": "pt"})
     with pytest.raises(ValueError, match=r"bloom weights of .*, read as BloomModel, lack .*; and have bert\."):
         load(tmp_path)
 
 
-def test_tasks_are_named(tmp_path: Path, model: TinyForMaskedLM):
+def test_tasks_are_named(tmp_path: Path, model: Any):
     publish(tmp_path, model)
     with pytest.raises(ValueError, match="task must be None or one of base, masked-lm"):
         load(tmp_path, task="feature-extraction")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="task 'causal-lm' has no class here: tiny has TinyModel"):
+    with pytest.raises(ValueError, match="task 'causal-lm' has no class here: JinaBERT has JinaBertModel"):
         load(tmp_path, task="causal-lm")
 
 
-def test_two_claims_to_one_folder_are_an_error(tmp_path: Path, model: TinyForMaskedLM, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(published, "_HOMES", (encoder.__name__, encoder.__name__))
+def test_two_claims_to_one_folder_are_an_error(tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(published, "_HOMES", (".jina", ".jina"))
     publish(tmp_path, model)
-    with pytest.raises(ValueError, match="is of several families: tiny, tiny"):
+    with pytest.raises(ValueError, match="is of several families: JinaBERT, JinaBERT"):
         load(tmp_path)
 
 
-def test_every_family_of_ours_has_a_model_type_of_its_own(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.undo()
+def test_every_family_of_ours_has_a_model_type_of_its_own():
     ours = published.families()
     names = [family.config.model_type for family in ours]
     assert len(set(names)) == len(names)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.hf.models import encoders
-from tests.hf.models.encoders import attend, gelu, layer_norm, lengths_mask, linear, weights_of
+from tests.hf.models.encoders import gelu, layer_norm, lengths_mask, linear, weights_of
 
 pytest.importorskip("transformers", reason="transformers is missing: pip install 'linbias[hf]'")
 
@@ -32,21 +32,7 @@ def make(head: str = "Model", **options: Any) -> Any:
 
 
 def formula(weights: dict[str, np.ndarray], ids: np.ndarray, types: np.ndarray) -> np.ndarray:
-    """One text without padding, (T,) -> (T, width), in float64."""
-    at, width, inner = weights.__getitem__, SIZES["hidden_size"], SIZES["intermediate_size"]
-    hidden = at("embeddings.word_embeddings.weight")[ids] + at("embeddings.token_type_embeddings.weight")[types]
-    hidden = layer_norm(weights, "embeddings.LayerNorm", hidden)
-    for number in range(SIZES["num_hidden_layers"]):
-        name = f"encoder.layer.{number}"
-        mixed = linear(weights, f"{name}.attention.self.Wqkv", hidden)
-        query, key, value = mixed[:, :width], mixed[:, width : 2 * width], mixed[:, 2 * width :]
-        context = attend(query, key, value, SIZES["num_attention_heads"])
-        projected = linear(weights, f"{name}.attention.output.dense", context)
-        attended = layer_norm(weights, f"{name}.attention.output.LayerNorm", projected + hidden)
-        both = attended @ at(f"{name}.mlp.gated_layers.weight").T
-        out = linear(weights, f"{name}.mlp.wo", gelu(both[:, :inner]) * both[:, inner:])
-        hidden = layer_norm(weights, f"{name}.mlp.layernorm", out + attended)
-    return hidden
+    return encoders.mosaic(weights, ids, types, heads=SIZES["num_attention_heads"])
 
 
 class TestFormula:

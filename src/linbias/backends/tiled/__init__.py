@@ -23,6 +23,7 @@ from .tile import GradientSums, Softmax
 
 NAME = "tiled"
 COMPOSITE = False
+READS_PAGES = False
 SUPPORTS = FEATURES - {TRANSFORMED}
 _PAIRS = 1 << 20
 """Pairs looked at together for keys that nobody sees."""

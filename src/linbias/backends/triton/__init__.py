@@ -18,11 +18,13 @@ from .launch import Launch, interpreted, tiles_of
 
 NAME = "triton"
 COMPOSITE = False
+READS_PAGES = False
 SUPPORTS = frozenset(
     (
         *("future_slopes", "query_positions", "key_positions", "query_segments", "key_segments", "key_mask"),
         *("key_ranks", "query_unbiased", "key_unbiased", "bound_norms", "seed", "causal", "left", "right", "sinks"),
-        *("prefix", "metric", "scale", "softcap", "dropout_p", "tolerance", "bounds_block"),
+        *("prefix", "metric", "scale", "softcap", "dropout_p", "tolerance", "bounds_block", "key_lengths"),
+        *("block_table", "paged_keys"),
     )
 )
 """The features of a problem that these kernels honour."""

@@ -133,7 +133,8 @@ class CausalModel(FlatGeneration, PreTrainedModel, GenerationMixin):  # pyright:
             TypeError, ValueError: as the base model.
         """
         counted = {name: options.pop(name) for name in ("num_items_in_batch",) if name in options}
-        as_tuple = not options.pop("return_dict", self.config.return_dict)
+        asked = options.pop("return_dict", None)
+        as_tuple = not (self.config.return_dict if asked is None else asked)
         found = self.base_model(input_ids, attention_mask, inputs_embeds, cache, return_dict=True, **options)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.logits_of(found.last_hidden_state[:, kept])

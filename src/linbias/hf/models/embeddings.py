@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .folder import open_folder, read_json, refuse_pickles
+from ...semantics.checks import check_count
+from .folder import open_folder, read_json, read_object, refuse_pickles
 from .load import require_transformers
 
 # Modules that only reckon with vectors: they load no model of their own, and no code of a folder.
@@ -55,6 +56,8 @@ def sentence_transformer(
         ) from error
     from .sentences import AlibiEncoder
 
+    if max_seq_length is not None and check_count("max_seq_length", max_seq_length) < 1:
+        raise ValueError("max_seq_length must be at least 1, got 0: a text of no token has no vector")
     path = open_folder(folder)
     listed = _modules(path, pooling)
     home = _inside(path, listed[0][1]) if listed else path
@@ -80,7 +83,13 @@ def _modules(path: Path, pooling: str | None) -> list[tuple[str, str]]:
         )
     if not listed.is_file():
         return []
-    found = [(str(part["type"]), str(part["path"])) for part in read_json(listed)]
+    parts = read_json(listed)
+    if not isinstance(parts, list) or not all(
+        isinstance(part, dict) and isinstance(part.get("type"), str) and isinstance(part.get("path"), str)
+        for part in parts
+    ):
+        raise ValueError(f"{listed} must be a list of modules, each with its type and path; copy or download it again")
+    found: list[tuple[str, str]] = [(part["type"], part["path"]) for part in parts]
     names = [kind.rpartition(".")[2] for kind, _ in found]
     strange = [kind for (kind, _), name in zip(found[1:], names[1:], strict=True) if name not in _AFTER]
     if not found or names[0] not in ("Transformer", "AlibiEncoder") or strange:
@@ -96,8 +105,10 @@ def _module(path: Path, kind: str, place: str, *, width: int) -> nn.Module:
     from sentence_transformers.sentence_transformer import modules
 
     name, home = kind.rpartition(".")[2], _inside(path, place)
-    if name not in ("Normalize",):
-        read_json(home / "config.json")
+    facts = read_object(home / "config.json") if name != "Normalize" else {}
+    modes = {key: on for key, on in facts.items() if key.startswith("pooling_mode")}
+    if name == "Pooling" and not any(modes.values()):
+        raise ValueError(f"{home / 'config.json'} names no pooling_mode that is on: it has {sorted(modes)}")
     if home.is_dir():
         refuse_pickles(home)
     found = getattr(modules, name).load(str(path), subfolder=place, local_files_only=True)
@@ -125,7 +136,7 @@ def _inside(path: Path, place: str) -> Path:
 def _settings(path: Path) -> dict[str, Any]:
     """What of config_sentence_transformers.json a constructor takes."""
     written = path / "config_sentence_transformers.json"
-    facts = read_json(written) if written.is_file() else {}
+    facts = read_object(written) if written.is_file() else {}
     kind = facts.get("model_type", "SentenceTransformer")
     if kind != "SentenceTransformer":
         raise ValueError(

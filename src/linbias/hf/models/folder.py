@@ -41,11 +41,23 @@ def read_json(path: Path) -> Any:
         ValueError: it is not JSON.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} holds no {path.name}; it has {_listing(path.parent)}")
+        raise FileNotFoundError(f"{path.parent} holds no {path.name}; it has {listing(path.parent)}")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); copy or download it again") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The content of a JSON file that is an object.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_json`; it is something else.
+    """
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold an object, got {type(found).__name__}")
+    return found
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -55,10 +67,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder} holds an adapter (adapter_config.json), not a whole model: load the model it was trained on, "
             f"then peft.PeftModel.from_pretrained(model, {str(folder)!r})"
         )
-    config = read_json(folder / "config.json")
-    if not isinstance(config, dict):
-        raise ValueError(f"{folder / 'config.json'} must hold an object, got {type(config).__name__}")
-    return config
+    return read_object(folder / "config.json")
 
 
 def tensor_names(folder: Path) -> frozenset[str]:
@@ -127,8 +136,9 @@ def _without_weights(folder: Path) -> Exception:
             f"{folder} has its weights pickled only ({some(pickled)}), and linbias never unpickles: a pickle can run "
             f"any code. {_CONVERT}"
         )
-    return FileNotFoundError(f"{folder} holds no weights: neither {_SINGLE} nor {_INDEX}; it has {_listing(folder)}")
+    return FileNotFoundError(f"{folder} holds no weights: neither {_SINGLE} nor {_INDEX}; it has {listing(folder)}")
 
 
-def _listing(folder: Path) -> str:
+def listing(folder: Path) -> str:
+    """The first few files of a folder."""
     return some(sorted(path.name for path in folder.iterdir())) or "nothing"

@@ -19,7 +19,8 @@ from .published import Published
 GATES: dict[str, type[nn.Module]] = {"geglu": nn.GELU, "reglu": nn.ReLU}
 """Activation by `feed_forward_type`."""
 QK_POST_NORM = "qk-post-norm"
-"""In the name of the repository that base-code's configuration leads to, and in no other."""
+IMPLEMENTATION = "jina-bert-implementation"
+"""In the names of the repositories that the configurations of base-code, and of the others, lead to."""
 
 
 class JinaBertConfig(EncoderConfig):
@@ -34,12 +35,23 @@ class JinaBertConfig(EncoderConfig):
     """How texts become vectors: "mean", or None; the base model does not read it."""
 
 
-def is_jinas(config: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether a published configuration is of either layout, and whether it is base-code's."""
+def is_jinas(config: Mapping[str, Any], *, code: bool) -> bool:
+    """Whether a published configuration may be of base-code's layout, or of the other.
+
+    The repository of the code tells them apart. Where it is not named, because the code lies in the folder or was left
+    out, both may be meant, and the names of the tensors decide.
+    """
     homes = [*(config.get("auto_map") or {}).values(), config.get("_name_or_path") or ""]
     names = [str(name) for name in (*homes, *(config.get("architectures") or ()))]
-    jinas = config.get("model_type") == "bert" and any("JinaBert" in name or "jina-bert" in name for name in names)
-    return jinas, jinas and any(QK_POST_NORM in name for name in names)
+    if config.get("model_type") != "bert" or not any("JinaBert" in name or "jina-bert" in name for name in names):
+        return False
+    said = [mark == QK_POST_NORM for mark in (QK_POST_NORM, IMPLEMENTATION) if any(mark in name for name in names)]
+    return not said or code in said
+
+
+def norms_queries(names: frozenset[str]) -> bool:
+    """Whether tensors are those of base-code's layout."""
+    return any(".layer_norm_q." in name for name in names)
 
 
 def refused(config: Mapping[str, Any]) -> list[str]:
@@ -61,7 +73,7 @@ def refused(config: Mapping[str, Any]) -> list[str]:
 
 
 def _claims(config: Mapping[str, Any]) -> bool:
-    return config.get("model_type") == JinaBertConfig.model_type or is_jinas(config) == (True, False)
+    return config.get("model_type") == JinaBertConfig.model_type or is_jinas(config, code=False)
 
 
 class JinaBertSelfAttention(SelfAttention):
@@ -161,6 +173,7 @@ PUBLISHED = Published(
     name="JinaBERT",
     claims=_claims,
     refusals=refused,
+    holds=lambda names: not norms_queries(names),
     config=JinaBertConfig,
     classes={
         kind.__name__: kind

@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 from ..mlp import RowBlocks
 from .encoder import Attention, BaseEncoder, EncoderModel, Layer
 from .encoder_heads import MaskedLM, SequenceClassifier, TokenClassifier
-from .jina import GATES, JinaBertConfig, JinaBertPredictions, JinaBertSelfAttention, is_jinas, refused
+from .jina import GATES, JinaBertConfig, JinaBertPredictions, JinaBertSelfAttention, is_jinas, norms_queries, refused
 from .published import Published
 
 
@@ -25,7 +25,7 @@ class JinaBertCodeConfig(JinaBertConfig):
 
 
 def _claims(config: Mapping[str, Any]) -> bool:
-    return config.get("model_type") == JinaBertCodeConfig.model_type or is_jinas(config) == (True, True)
+    return config.get("model_type") == JinaBertCodeConfig.model_type or is_jinas(config, code=True)
 
 
 class JinaBertCodeSelfAttention(JinaBertSelfAttention):
@@ -142,6 +142,7 @@ PUBLISHED = Published(
     name="JinaBERT code",
     claims=_claims,
     refusals=refused,
+    holds=norms_queries,
     config=JinaBertCodeConfig,
     # Under JinaBERT's names, which the checkpoints have, and under our own, which are saved.
     classes={name: kind for kind in _CLASSES for name in (kind.__name__.replace("Code", ""), kind.__name__)},

@@ -4,19 +4,23 @@
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..patch import patch
-from .folder import open_folder, read_config, some, tensor_names
-from .published import TASKS, Published, Task, families, task_of
+from .folder import listing, open_folder, read_config, read_json, some, tensor_names
+from .published import TASKS, Published, Task, families, mistakes, task_of
 
 logger = logging.getLogger(__name__)
 
 # Not facts of the model: who wrote the folder, with what, and whose code to run.
 _ASIDE = ("model_type", "auto_map", "transformers_version", "_name_or_path", "_commit_hash")
 _NATIVE = ("bloom", "mpt", "falcon")
+_VOCABULARIES = ("tokenizer.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 
 
 def load(
@@ -61,16 +65,17 @@ def load(
         architecture = next(iter(family.classes))
     kind = family.classes[architecture]
     # Mismatched sizes become an error below, with the names that transformers would only print.
-    model, info = kind.from_pretrained(
-        path,
-        config=config,
-        dtype="auto" if dtype is None else dtype,
-        device_map=device_map,
-        local_files_only=True,
-        use_safetensors=True,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    with _without_report(path):
+        model, info = kind.from_pretrained(
+            path,
+            config=config,
+            dtype="auto" if dtype is None else dtype,
+            device_map=device_map,
+            local_files_only=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
     _check_whole(family, kind, info, names, leave_head=task == "base", where=path)
     if family.name in _NATIVE:
         patch(model)
@@ -87,17 +92,21 @@ def require_transformers(door: str) -> None:
 
 
 def family_of(facts: Mapping[str, Any], where: Path) -> Published:
-    """The family that a config.json is of.
+    """The family that a folder's config.json is of; where that leaves a choice, the names of its tensors decide.
 
     Raises:
-        ValueError: none or an option that cannot be honoured.
+        ValueError: none or an option that cannot be honoured; and what `tensor_names` raises, where they are asked for.
     """
     found = [family for family in families() if _is_of(facts, family)]
     if not found and facts.get("model_type") in _NATIVE:
         found = [_native(facts["model_type"])]
+    if len(found) > 1:
+        names = tensor_names(where)
+        found = [family for family in found if family.holds(names)]
     if len(found) != 1:
         raise ValueError(_unknown(facts, where, found))
-    refusals = found[0].refusals(facts)
+    refusals = mistakes(found[0].config, facts) + _refused(facts)
+    refusals = refusals or found[0].refusals(facts)
     if refusals:
         raise ValueError(f"cannot load the {found[0].name} model of {where}: " + "; ".join(refusals))
     return found[0]
@@ -108,19 +117,28 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
 
     Raises:
         FileNotFoundError: no such folder, or none of the files that hold a vocabulary.
-        ValueError: a tokenizer that is code of the folder, and no tokenizer.json; what to convert is said.
+        ValueError: a file of it that is not whole; a tokenizer that is code of the folder, and no tokenizer.json: what
+            to convert is said.
         ImportError: transformers is missing.
     """
     require_transformers("load_tokenizer")
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = open_folder(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (path / name).is_file():
+            read_json(path / name)
+    if not any(found.stat().st_size for pattern in _VOCABULARIES for found in path.glob(pattern)):
+        raise FileNotFoundError(
+            f"{path} holds no vocabulary: none of {', '.join(_VOCABULARIES)}; it has {listing(path)}"
+        )
+    families()  # or transformers would warn of model types that it does not know
     try:
         found = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, ImportError) as error:
+    except Exception as error:  # some come of config.json, which transformers reads as a family of its own
         if not (path / "tokenizer.json").is_file():
             raise ValueError(
-                f"the tokenizer of {path} cannot be read without what is missing here ({error}). Convert it to "
+                f"the tokenizer of {path} cannot be read here ({error}). Convert it to "
                 f"tokenizer.json once, where its code may run: "
                 f"AutoTokenizer.from_pretrained(..., trust_remote_code=True).save_pretrained(...)"
             ) from error
@@ -131,6 +149,33 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
         # transformers makes a tokenizer of special tokens alone.
         raise FileNotFoundError(f"{path} holds no vocabulary: none of {', '.join(sorted(files))}")
     return found
+
+
+def _refused(facts: Mapping[str, Any]) -> list[str]:
+    """What no family can have."""
+    found: list[str] = []
+    dtype = facts.get("dtype", facts.get("torch_dtype"))
+    if dtype is not None and not isinstance(getattr(torch, str(dtype).removeprefix("torch."), None), torch.dtype):
+        found.append(f"dtype={dtype!r} is none of torch's")
+    if facts.get("quantization_config") is not None:
+        found.append("quantization_config is set, and quantised weights are not read here: load the folder that is not")
+    return found
+
+
+@contextmanager
+def _without_report(folder: Path) -> Generator[None]:
+    """Without transformers' table of tensors that found no place: faults among them are raised, by the same names."""
+
+    def passes(record: logging.LogRecord) -> bool:
+        text = str(record.msg)
+        return "LOAD REPORT" not in text or str(folder) not in text
+
+    theirs = logging.getLogger("transformers.modeling_utils")
+    theirs.addFilter(passes)
+    try:
+        yield
+    finally:
+        theirs.removeFilter(passes)
 
 
 def _is_of(facts: Mapping[str, Any], family: Published) -> bool:
@@ -174,7 +219,10 @@ def _native_refusals(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _config(family: Published, facts: Mapping[str, Any], where: Path) -> Any:
-    config = family.config.from_dict({name: value for name, value in facts.items() if name not in _ASIDE})
+    try:
+        config = family.config.from_dict({name: value for name, value in facts.items() if name not in _ASIDE})
+    except Exception as error:  # transformers checks its own with errors of other kinds
+        raise ValueError(f"{where / 'config.json'} is not a configuration of {family.name}: {error}") from error
     config._name_or_path = str(where)
     return config
 

@@ -2,9 +2,11 @@
 """How a published folder finds its classes: a `Published` a family, looked through by `linbias.hf.load`."""
 
 import importlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin
 
 # Modules of this package that hold a PUBLISHED each; a new family is named here and nowhere else.
 _HOMES: tuple[str, ...] = (
@@ -46,6 +48,8 @@ class Published:
     `save_pretrained` writes it, and it tells a saved folder apart."""
     classes: Mapping[str, type[Any]]
     """Name in `architectures` -> class whose parameters have the published names. The first is the base model."""
+    holds: Callable[[frozenset[str]], bool] = lambda names: True
+    """Whether a folder's tensors may be of this family; asked where config.json leaves a choice of several."""
     harmless: Mapping[str, str] = field(default_factory=dict[str, str])
     """Pattern -> reason: tensors that published folders hold, and that the model rightly leaves aside."""
 
@@ -65,6 +69,38 @@ def families() -> list[Published]:
 def task_of(architecture: str) -> str:
     """Which of `TASKS` a class is for, by its name."""
     return next((task for ending, (task, _) in _HEADS.items() if architecture.endswith(ending)), "base")
+
+
+# What a model is built of, by any of its published names.
+_SIZES = re.compile(
+    r"(type_)?vocab_size|(hidden|intermediate)_size|num_(hidden_layers|attention_heads)|n_(embd|layers?|heads?)|d_model"
+)
+
+
+def mistakes(kind: type[Any], facts: Mapping[str, Any]) -> list[str]:
+    """What of a config.json has another type than the fields of our configurations, or is a size that nothing has."""
+    ours = [part for part in reversed(kind.__mro__) if not part.__module__.startswith("transformers.")]
+    hints = {name: hint for part in ours for name, hint in vars(part).get("__annotations__", {}).items()}
+    found: list[str] = []
+    for name, value in facts.items():
+        own = kind.attribute_map.get(name, name)
+        types = [get_origin(part) or part for part in _alternatives(hints.get(own, Any))]
+        if Any not in types and type(value) not in types:
+            wanted = " or ".join("null" if part is NoneType else part.__name__ for part in types)
+            found.append(f"{name}={value!r} must be {wanted}")
+        elif _SIZES.fullmatch(name) and isinstance(value, int) and value < 1:
+            found.append(f"{name}={value!r} must be at least 1")
+    words, padding = facts.get("vocab_size"), facts.get("pad_token_id")
+    # Where it is no field of ours, no embedding is told of it.
+    if "pad_token_id" in hints and not found and words and padding and not 0 <= padding < words:
+        found.append(f"pad_token_id={padding} lies outside of the vocabulary of {words}")
+    return found
+
+
+def _alternatives(hint: Any) -> list[Any]:
+    """The types that a field takes; a whole number is a float too."""
+    types = list(get_args(hint)) if isinstance(hint, UnionType) else [hint]
+    return [*types, int] if float in types and int not in types else types
 
 
 def _announce(family: Published) -> None:

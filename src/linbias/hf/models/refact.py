@@ -48,7 +48,8 @@ class GPTRefactConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     scale_attn_weights: bool = True
     use_cache: bool = True
-    bos_token_id: int | None = -1
+    bos_token_id: int | None = None
+    """-1, as published, is none: there is no such token."""
     eos_token_id: int | list[int] | None = 0
     multi_query: bool = True
     attention_softmax_in_fp32: bool = True
@@ -56,6 +57,10 @@ class GPTRefactConfig(PreTrainedConfig):
     scale_attention_softmax_in_fp32: bool = True
     attention_bias_in_fp32: bool = True
     tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.bos_token_id = None if self.bos_token_id == -1 else self.bos_token_id
+        super().__post_init__(**kwargs)
 
 
 class _MLP(nn.Module):

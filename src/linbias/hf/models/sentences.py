@@ -9,7 +9,7 @@ from typing import Any
 from sentence_transformers.base.modules import InputModule
 from torch import Tensor
 
-from .folder import read_json
+from .folder import read_object
 from .load import load, load_tokenizer
 
 _UNLIMITED = int(1e30)
@@ -48,14 +48,17 @@ class AlibiEncoder(InputModule):
     ) -> "AlibiEncoder":
         """From a folder with model, tokenizer and perhaps sentence_bert_config.json."""
         written = folder / cls.config_file_name
-        facts = read_json(written) if written.is_file() else {}
+        facts = read_object(written) if written.is_file() else {}
+        longest = facts.get("max_seq_length")
+        if longest is not None and (type(longest) is not int or longest < 1):
+            raise ValueError(f"max_seq_length of {written} must be null or a whole number above 0, got {longest!r}")
         model = load(folder, task="base", dtype=dtype, device_map=device_map)
         if getattr(model.config, "use_cache", False):
             model.config.use_cache = False
         return cls(
             model,
             load_tokenizer(folder),
-            max_seq_length=facts.get("max_seq_length") if max_seq_length is None else max_seq_length,
+            max_seq_length=longest if max_seq_length is None else max_seq_length,
             do_lower_case=facts.get("do_lower_case", False),
         )
 
