@@ -14,7 +14,7 @@ from .data import Corpus, DataError, load_corpus, printable, require_bytes
 from .environment import machine, versions
 from .evaluate import Trial, load_scores, score, scored_bytes, testing_cost
 from .model import build_decoder, count_parameters
-from .positions import why_not
+from .positions import SCHEMES, why_not
 from .progress import Tell, notice
 from .results import Results, Row, make_cells
 from .tasks import Task, run_tasks, usable_cores
@@ -79,10 +79,16 @@ class Comparison:
         tests: list[tuple[AnyScheme, int]] = [
             (scheme, length) for length in self.lengths if self.why_not(scheme, length) is None
         ]
-        longest = self.lengths[-1]
-        if scheme == "alibi" and longest > self.command.train.length:
-            tests.append(("alibi-window", longest))
+        beyond = [length for length in self.lengths if length > self.command.train.length]
+        stretched = self.stretched(scheme)
+        tests += [(name, length) for name in stretched for length in beyond]
+        if scheme == "alibi" and beyond and "alibi-window" not in stretched:
+            tests.append(("alibi-window", beyond[-1]))
         return tests
+
+    def stretched(self, scheme: TrainedScheme) -> list[AnyScheme]:
+        """Return the test-time schemes that the command names and that run with the weights of `scheme`."""
+        return [name for name in self.command.test_schemes if SCHEMES[name].trained_as == scheme]
 
     def why_not(self, scheme: TrainedScheme, length: int) -> str | None:
         """Return why `scheme` cannot be tested at `length`, None if it can."""
@@ -198,6 +204,9 @@ def _rows(plan: Comparison, trained: TrainedScheme, segments: int) -> list[Row]:
     for scheme, length in plan.trials(trained):
         found = diverged or load_scores(_trial(plan, trained, scheme, length).file(plan.scores))[0]
         scores.setdefault(scheme, {})[length] = found
+    for scheme in plan.stretched(trained):
+        # Up to the training length they are the scheme itself.
+        scores[scheme] = {length: found for length, found in scores[trained].items()} | scores.get(scheme, {})
     return [
         Row(
             scheme=scheme,
