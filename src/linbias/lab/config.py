@@ -298,17 +298,23 @@ class CompareCommand(TrainingCommand):
     report says how; those whose scheme is not compared are left out."""
     out: Path = Path("linbias-compare")
     """Folder for the report, checkpoints and scores."""
+    seeds: tuple[int, ...] | None = None
+    """Train each scheme once with each of these; with train's seed alone if not given. Intervals over seeds and over
+    text stand apart."""
     workers: int | None = None
-    """Processes that work side by side; one per core, but no more than schemes, if not given. 1: all in this one."""
+    """Processes that work side by side; one per core, but no more than trainings, if not given. 1: all in this one."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
 
     def __post_init__(self) -> None:
         at_least(1, workers=self.workers)
         if not self.schemes:
             raise ConfigError(f"schemes must name at least one of {', '.join(ALL_SCHEMES)}")
-        for name, given in (("schemes", self.schemes), ("test_schemes", self.test_schemes)):
+        if self.seeds is not None and (not self.seeds or min(self.seeds) < 0):
+            raise ConfigError(f"seeds must be one or more whole numbers of at least 0, got {self.seeds}")
+        lists = {"schemes": self.schemes, "test_schemes": self.test_schemes, "seeds": self.seeds or ()}
+        for name, given in lists.items():
             if len(set(given)) < len(given):
-                raise ConfigError(f"{name} must not repeat, got {' '.join(given)}")
+                raise ConfigError(f"{name} must not repeat, got {' '.join(map(str, given))}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from .heads import effective_context, slope_text
 from .plots import DARK, LIGHT, draw_panels
 from .remarks import headline, interval, remarks
 from .results import Cell, Results
-from .statistics import METHOD
 from .storage import write_text
 
 PAPER = {"light": LIGHT, "dark": DARK}
@@ -44,7 +43,7 @@ def render_page(results: Results, plots: Mapping[str, tuple[bytes, bytes]], writ
         headline=headline(results),
         remarks=remarks(results)[1:],
         plots=_inline(plots),
-        method=METHOD,
+        method=results.method,
         heads=_heads(results.settings["model"]["heads"]),
         settings=_settings(results),
         written=written.strftime("%Y-%m-%d %H:%M UTC"),
