@@ -10,6 +10,7 @@ from linbias import BackendUnavailable, alibi_attention, backends, key_bounds, o
 from linbias.semantics.problem import Operands, Options, Problem, Result
 from linbias.testing import Case, assert_within_budget, make_inputs
 from tests.every import every_backend, every_kernel, skip_unless_it_can
+from tests.paging import in_pages
 
 CASES = (
     Case(batch=2, heads=6, kv_heads=3, queries=1, keys=413, head_dim=16, value_dim=7, causal=True),
@@ -24,33 +25,6 @@ FEW_ROWS = 12
 """So many rows of a key head read keys where they lie, and sum values page by page (csrc/shared.h)."""
 # torch's own forward-mode rules still call torch.jit.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:DeprecationWarning")
-
-
-def in_pages(operands: Operands, options: Options, page: int, lengths: list[int] | None = None) -> tuple:
-    """The call with its keys in pages in any order: NaN where no key is, and entries of no page, -1, behind lengths.
-
-    The keys of a head lie one behind another in a page (page = 11 or 70), or those of all heads of a token do.
-    """
-    key, value = operands.key, operands.value
-    batch, _, keys, _ = key.shape
-    stretches = -(-keys // page)
-    table = (torch.randperm(batch * stretches) + 1).reshape(batch, stretches)
-    norms = None if operands.bound_norms is None else torch.zeros(batch * stretches + 3, key.shape[1], 1)
-    pools = []
-    for given in (key, value):
-        pool = torch.full((batch * stretches + 3, page, given.shape[1], given.shape[3]), torch.nan).to(given.dtype)
-        pool = pool.transpose(1, 2).contiguous() if page in (11, 70) else pool.transpose(1, 2)
-        for n in range(batch):
-            for j in range(keys if lengths is None else min(lengths[n], keys)):
-                pool[table[n, j // page], :, j % page] = given[n, :, j]
-        pools.append(pool)
-    if norms is not None:
-        norms[table] = key_bounds(key, page).norms.transpose(1, 2).unsqueeze(-1)
-    if lengths is not None:
-        table[torch.arange(stretches) * page >= torch.tensor(lengths)[:, None]] = -1
-        operands = operands._replace(key_lengths=torch.tensor(lengths))
-    paged = operands._replace(key=pools[0], value=pools[1], block_table=table, bound_norms=norms)
-    return paged, options._replace(paged_keys=keys, bounds_block=0 if norms is None else page)
 
 
 def run(operands: Operands, options: Options, backend: str) -> Result:

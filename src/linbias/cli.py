@@ -22,16 +22,17 @@ from .lab.config import (
     CompareCommand,
     ConfigError,
     DoctorCommand,
-    EvaluateCommand,
     InspectCommand,
     TrainCommand,
 )
 from .lab.data import DataError, printable
 from .lab.evaluations.commands import EVALUATIONS
+from .lab.evaluations.config import EvaluateCommand
 from .lab.evaluations.of_folder import evaluate_folder
 from .lab.exports import results_text, set_aside, write_exports
 from .lab.extras import MissingExtra, need
-from .lab.heads import heads_table, inspect_heads
+from .lab.heads import LENGTH, farthest, heads_table, inspect_heads, layers_of, measured_table
+from .lab.measure import measure
 from .lab.plots import draw_heads
 from .lab.progress import Interrupted
 from .lab.single import describe_evaluation, describe_training, evaluate_checkpoint, train_one
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # torch says that memory is out in a RuntimeError, which may also be a fault of the program.
         if not isinstance(error, _ERRORS) and "memory" not in str(error):
             raise
-        _complain("\n".join([f"linbias: error: {error or 'out of memory'}", *getattr(error, "__notes__", [])]))
+        _complain("\n".join([f"linbias: error: {str(error) or 'out of memory'}", *getattr(error, "__notes__", [])]))
         return 1
     return 0
 
@@ -175,9 +176,18 @@ def _compare(command: CompareCommand) -> None:
 
 
 def _inspect(command: InspectCommand) -> None:
-    facts = inspect_heads(command)
-    write_bytes(command.plot, draw_heads(command, facts))
-    _report(heads_table(command, facts), [command.plot])
+    if command.model is None:
+        shown, length = inspect_heads(command), command.length or LENGTH
+        text = heads_table(command, shown)
+    else:
+        measured = measure(command.model, command.data, command.length or 1024)
+        layers = layers_of(command, measured)
+        shown, length = [fact for _, fact in farthest(layers)], measured.length
+        text = measured_table(command, measured, layers)
+    files = [] if command.plot is None else [command.plot]
+    for path in files:
+        write_bytes(path, draw_heads(shown, length, path.suffix.lower().removeprefix(".")))
+    _report(text, files)
 
 
 def _doctor(command: DoctorCommand) -> None:

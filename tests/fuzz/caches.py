@@ -18,7 +18,7 @@ from tests.fuzz.rounding import Room, assert_right, tolerance_of
 from tests.judged import answers
 
 STORAGES = {"growing": {}, "small blocks": {"block": 3}, "static": {"capacity": 64}, "pages": {"page_size": 4},
-            "one a page": {"page_size": 1}}  # fmt: skip
+            "one a page": {"page_size": 1}, "large pages": {"page_size": 11}}  # fmt: skip
 EVENTS = ("append",) * 6 + ("attend",) * 6 + ("crop", "drop", "reorder", "select", "fork", "back", "convert", "reset")
 
 

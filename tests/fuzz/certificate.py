@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from linbias import key_bounds
 from linbias.backends import native, reference, tiled
 from linbias.prepare import prepare
 from linbias.semantics.problem import Operands, Problem
 from tests.fuzz.loop import Fuzzer, runners, running
 from tests.ledger_calls import CONTENTS, MASKS, SLOPES, contents, exact_weights, exactly, options_of, slope_values
+from tests.paging import in_pages
 
 BACKENDS = {"reference": reference, "tiled": tiled, "native": native}
 
@@ -39,6 +41,8 @@ class Keys:
     exact: bool = True
     """In float64, where lse shows the skipped weight itself; else in float32."""
     threads: int = 1
+    page: int = 0
+    """Tokens a page, which has a bound of its own; 0: keys lie side by side. For backends that read pages."""
 
 
 def draw(given: random.Random) -> Keys:
@@ -52,6 +56,7 @@ def draw(given: random.Random) -> Keys:
         scale=pick((None, None, -0.5, 0.0, 3.0)), tolerance=pick((None, 1e-3, 1e-2, 0.05, 0.4)),
         norms=pick((1.0, 1.0, 1.0, 30.0, 1e-3)), odd=pick((None, None, "long", "huge", "tiny", "subnormal")),
         exact=given.random() < 0.7, threads=pick((1, 1, 1, 3)),
+        page=pick((0, 0, 1, 9, 64, 100)),
     )  # fmt: skip
 
 
@@ -80,11 +85,16 @@ def check(given: Keys) -> list[str]:
     """Raise where more weight is missing than `skipped` says, or that says more than the tolerance."""
     problem, operands = resolved(given)
     exact = reference.forward(*exactly(problem, operands)).lse
+    call = paged = problem, operands
+    if given.page:
+        bounded = operands._replace(bound_norms=key_bounds(operands.key, given.page).norms)
+        pool, options = in_pages(bounded, problem.options, given.page)
+        paged = Problem.of(pool, options), pool
     rounding, tau = _rounding(problem, operands, exact), problem.options.tolerance
     names: list[str] = []
     for runner in runners():
         with running(runner, threads=given.threads) as backend:
-            found = BACKENDS[backend].forward(problem, operands)
+            found = BACKENDS[backend].forward(*(paged if BACKENDS[backend].READS_PAGES else call))
             seen = exact.isfinite()
             assert (found.lse[exact == -torch.inf] == -torch.inf).all(), "a row that sees nothing weighs something"
             assert (found.skipped >= 0).all() and (found.skipped <= tau).all(), "skipped beyond the tolerance"

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from linbias.lab import compare as compare_module
 from linbias.lab import tasks
 from linbias.lab.compare import Comparison, compare
 from linbias.lab.config import USUAL_SCHEMES, USUAL_TESTS, CompareCommand, ConfigError, EvaluateConfig
@@ -173,6 +174,14 @@ def test_a_seed_that_diverges_is_left_out_and_named(command, monkeypatch):
     found = compare(command)
     assert found.row("alibi").seeds == (1,) and found.row("alibi").diverged is None
     assert any(remark.startswith("ALiBi, seed 5, left out: training diverged") for remark in remarks(found))
+
+
+def test_data_that_changes_during_a_comparison_ends_it(command, text_file):
+    (task,) = Comparison(replace(command, schemes=("none",))).tasks()[:1]
+    text_file.write_text("another text " * 500)
+    compare_module._corpus.cache_clear()
+    with pytest.raises(DataError, match=r"data must not change during a comparison, as '.*story\.txt' did"):
+        task.work(lambda fraction, note: None)
 
 
 def test_processes_are_as_many_as_cores_and_schemes_allow(command, monkeypatch):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .config import AnyScheme, CompareCommand, TrainedScheme, command_line
-from .data import Corpus, load_corpus, printable, require_bytes
+from .data import Corpus, DataError, load_corpus, printable, require_bytes
 from .environment import machine, versions
 from .evaluate import Trial, load_scores, score, scored_bytes, testing_cost
 from .model import build_decoder, count_parameters
@@ -115,7 +115,7 @@ class Comparison:
             Task(
                 name=f"train {scheme}{named[seed]}",
                 cost=training_cost(self.command.model, self.command.train),
-                work=partial(_train, self.command, scheme, seed),
+                work=partial(_train, self.command, self.corpus.digest, scheme, seed),
             )
             for scheme in self.command.schemes
             for seed in self.seeds
@@ -125,7 +125,7 @@ class Comparison:
                 name=f"test {name} at {length:,}{named[seed]}",
                 cost=testing_cost(self.command.model, length, self.scored, self.command.evaluate.stride),
                 after=f"train {scheme}{named[seed]}",
-                work=partial(_test, self.command, scheme, seed, name, length),
+                work=partial(_test, self.command, self.corpus.digest, (scheme, seed), name, length),
             )
             for scheme in self.command.schemes
             for seed in self.seeds
@@ -139,8 +139,19 @@ def _corpus(source: Path | None) -> Corpus:
     return load_corpus(source)
 
 
-def _train(command: CompareCommand, scheme: TrainedScheme, seed: int, tell: Tell) -> str | None:
+def _plan(command: CompareCommand, digest: str) -> Comparison:
+    """The plan of a comparison in another process, which reads the text itself.
+
+    Raises: DataError if it is no longer the text of the comparison.
+    """
     plan = Comparison(command)
+    if plan.corpus.digest != digest:
+        raise DataError(f"data must not change during a comparison, as {str(command.data)!r} did; start it again")
+    return plan
+
+
+def _train(command: CompareCommand, digest: str, scheme: TrainedScheme, seed: int, tell: Tell) -> str | None:
+    plan = _plan(command, digest)
     try:
         train(plan.run(scheme, seed), plan.checkpoints, tell)
     except Diverged as how:
@@ -149,9 +160,11 @@ def _train(command: CompareCommand, scheme: TrainedScheme, seed: int, tell: Tell
     return None
 
 
-def _test(command: CompareCommand, base: TrainedScheme, seed: int, scheme: AnyScheme, length: int, tell: Tell) -> None:
-    plan = Comparison(command)
-    run = plan.run(base, seed)
+def _test(
+    command: CompareCommand, digest: str, trained: tuple[TrainedScheme, int], scheme: AnyScheme, length: int, tell: Tell
+) -> None:
+    plan = _plan(command, digest)
+    run = plan.run(*trained)
     if run.divergence(plan.checkpoints) is not None:
         tell(1.0, "")
         return
