@@ -22,12 +22,12 @@ from .lab.config import (
     CompareCommand,
     ConfigError,
     DoctorCommand,
-    EvaluateCommand,
     InspectCommand,
     TrainCommand,
 )
 from .lab.data import DataError, printable
 from .lab.evaluations.commands import EVALUATIONS
+from .lab.evaluations.config import EvaluateCommand
 from .lab.evaluations.of_folder import evaluate_folder
 from .lab.exports import results_text, set_aside, write_exports
 from .lab.extras import MissingExtra, need

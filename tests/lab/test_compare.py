@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import csv
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -134,6 +136,44 @@ def test_a_scheme_that_diverges_stops_alone_and_is_not_tried_again(command, monk
     assert results_text(found).count("diverged") == 2 * 3 + 1
     assert numbers(compare(command)) == numbers(found)
     assert updates.count("rope") == 4
+
+
+def test_each_seed_is_a_training_and_intervals_over_seeds_stand_apart(command):
+    command = replace(command, schemes=("alibi", "rope"), test_schemes=("rope-ntk",), seeds=(1, 5, 6))
+    found = compare(command)
+    alone = [compare(replace(command, seeds=(seed,))) for seed in (1, 5, 6)]
+    for row in found.rows:
+        assert row.seeds == (1, 5, 6)
+        for cell in row.cells:
+            single = [one.row(row.scheme).cell(cell.length) for one in alone]
+            means = [each.bits.mean for each in single]
+            assert cell.bits.mean == pytest.approx(sum(means) / 3, abs=1e-6)
+            # Student's t of two degrees of freedom, on three means.
+            half = 4.303 * np.std(means, ddof=1) / 3**0.5
+            assert cell.seeds.high - cell.seeds.mean == pytest.approx(half, rel=1e-4)
+            assert all(each.seeds is None for each in single)
+    assert "means over 3 seeds" in found.method and "trained once" in alone[0].method
+    assert any("each of the seeds 1, 5, 6" in remark for remark in remarks(found))
+    assert "± over seeds" in results_text(found) and "± over seeds" not in results_text(alone[0])
+    page, _, table, _ = write_exports(found, command.out / "report")
+    assert "over seeds" in page.read_text(encoding="utf-8")
+    lines = list(csv.DictReader(table.read_text().splitlines()))
+    assert float(lines[0]["seeds_low"]) == found.rows[0].cells[0].seeds.low
+
+
+def test_a_seed_that_diverges_is_left_out_and_named(command, monkeypatch):
+    command = replace(command, schemes=("alibi",), test_schemes=(), seeds=(1, 5))
+    original = Trainer.update
+
+    def update(self):
+        if self.run.train.seed == 5 and self.step == 3:
+            next(self.decoder.parameters()).data.fill_(torch.nan)
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "update", update)
+    found = compare(command)
+    assert found.row("alibi").seeds == (1,) and found.row("alibi").diverged is None
+    assert any(remark.startswith("ALiBi, seed 5, left out: training diverged") for remark in remarks(found))
 
 
 def test_data_that_changes_during_a_comparison_ends_it(command, text_file):

@@ -5,7 +5,7 @@ import math
 import shlex
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from .positions import SCHEMES
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 else:  # the command line shows and checks the names that SCHEMES has
     TrainedScheme, TestScheme, AnyScheme = Literal[ALL_SCHEMES], Literal[TEST_SCHEMES], Literal[tuple(SCHEMES)]
 Split = Literal["train", "validation", "test"]
-FolderTest = Literal["loss", "retrieval", "streaming", "numerics"]
 BenchPart = Literal["forward", "training"]
 DtypeName = Literal["float16", "bfloat16", "float32", "float64"]
 
@@ -224,66 +223,6 @@ class TrainCommand(TrainingCommand):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FolderConfig:
-    """What a model in a folder is asked besides its loss."""
-
-    tests: tuple[FolderTest, ...] = get_args(FolderTest)
-    """With --model: what to test."""
-    depths: int = 5
-    """With --model: at how many places from the start of a text to its end a needle lies, <ab=1234>."""
-    trials: int = 8
-    """With --model: texts with a needle for each length and depth."""
-    tokens: int = 4096
-    """With --model: tokens of a text that is streamed."""
-    texts: int = 2
-    """With --model: at most how many texts are streamed."""
-    window: int = 512
-    """With --model: keys that streaming with a window keeps."""
-    sinks: int = 4
-    """With --model: first tokens that streaming with sinks keeps besides."""
-    out: Path = Path("linbias-evaluate")
-    """With --model: folder for plots and numbers."""
-
-    def __post_init__(self) -> None:
-        at_least(1, trials=self.trials, tokens=self.tokens, texts=self.texts, window=self.window, sinks=self.sinks)
-        at_least(2, depths=self.depths)
-        if not self.tests:
-            raise ConfigError(f"tests must name at least one of {', '.join(get_args(FolderTest))}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateCommand:
-    """Test a trained checkpoint on text it has not seen, at lengths of your choice.
-
-    Or test any causal language model of transformers in a folder on this machine, with its tokenizer: its loss, whether
-    it finds values hidden in a text, its loss as it streams with fewer keys, and the numerics of its slopes. Lengths
-    are then in tokens, 256, 512 and 1,024 if not given. No code of the folder is run and nothing is fetched.
-    """
-
-    checkpoint: Path | None = None
-    """A checkpoint written by train or compare."""
-    model: Path | None = None
-    """A folder with config.json, model.safetensors and a tokenizer; instead of a checkpoint."""
-    scheme: AnyScheme | None = None
-    """Run the weights with another scheme than they were trained with, where that is possible: alibi-window limits
-    ALiBi's attention to the training length, rope-yarn stretches RoPE."""
-    data: Path | None = None
-    """Text file or folder; if not given, the data that the checkpoint names, as long as no byte of it has changed."""
-    split: Split = "test"
-    """Which part of the data to score."""
-    json: Path | None = None
-    """Also write the result to this file."""
-    device: str = "auto"
-    """Where to compute: cpu, cuda, mps ...; auto takes CUDA if there is one."""
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    folder: FolderConfig = field(default_factory=FolderConfig)
-
-    def __post_init__(self) -> None:
-        if (self.checkpoint is None) == (self.model is None):
-            raise ConfigError("evaluate needs either a checkpoint or a model, a folder of transformers")
-
-
-@dataclass(frozen=True, kw_only=True)
 class CompareCommand(TrainingCommand):
     """Train a model with each positional scheme on short passages, test all of them on texts up to 16 times longer.
 
@@ -299,8 +238,11 @@ class CompareCommand(TrainingCommand):
     report says how; those whose scheme is not compared are left out."""
     out: Path = Path("linbias-compare")
     """Folder for the report, checkpoints and scores."""
+    seeds: tuple[int, ...] | None = None
+    """Train each scheme once with each of these; with train's seed alone if not given. Intervals over seeds and over
+    text stand apart."""
     workers: int | None = None
-    """Processes that work side by side; one per core, but no more than schemes, if not given. 1: all in this one."""
+    """Processes that work side by side; one per core, but no more than trainings, if not given. 1: all in this one."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
 
     def __post_init__(self) -> None:
@@ -308,9 +250,12 @@ class CompareCommand(TrainingCommand):
         at_most(_MOST_WORKERS, workers=self.workers)
         if not self.schemes:
             raise ConfigError(f"schemes must name at least one of {', '.join(ALL_SCHEMES)}")
-        for name, given in (("schemes", self.schemes), ("test_schemes", self.test_schemes)):
+        if self.seeds is not None and (not self.seeds or min(self.seeds) < 0):
+            raise ConfigError(f"seeds must be one or more whole numbers of at least 0, got {self.seeds}")
+        lists = {"schemes": self.schemes, "test_schemes": self.test_schemes, "seeds": self.seeds or ()}
+        for name, given in lists.items():
             if len(set(given)) < len(given):
-                raise ConfigError(f"{name} must not repeat, got {' '.join(given)}")
+                raise ConfigError(f"{name} must not repeat, got {' '.join(map(str, given))}")
 
 
 @dataclass(frozen=True, kw_only=True)

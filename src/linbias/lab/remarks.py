@@ -35,6 +35,8 @@ def remarks(results: Results) -> list[str]:
     """Return the sentences below the table."""
     found = [headline(results), results.corpus.get("remark"), _one_rate(results)]
     found += [f"{row.label}: {row.diverged}." for row in results.table_rows() if row.diverged]
+    lost = [(row.label, seed, how) for row in results.table_rows() if row.trained for seed, how in row.lost.items()]
+    found += [f"{label}, seed {seed}, left out: {how}." for label, seed, how in lost]
     found += [
         f"{row.label}: cannot run at {', '.join(f'{cell.length:,}' for cell in cells)} bytes, because {reason}."
         for row in results.table_rows()
@@ -49,10 +51,16 @@ def _one_rate(results: Results) -> str | None:
     """Say that nothing was tuned, where several schemes are compared."""
     if len(results.table_rows()) == 1:
         return None
-    train = results.settings["train"]
+    train, seeds = results.settings["train"], results.settings.get("seeds") or [results.settings["train"]["seed"]]
+    if len(seeds) == 1:
+        how = f"once, with the same learning rate ({train['learning_rate']:g}) and seed ({seeds[0]}); neither was tuned"
+    else:
+        how = (
+            f"with the same learning rate ({train['learning_rate']:g}), which was not tuned, and with each of the "
+            f"seeds {', '.join(map(str, seeds))}, which were not chosen"
+        )
     return (
-        f"Every scheme was trained once, with the same learning rate ({train['learning_rate']:g}) and seed "
-        f"({train['seed']}); neither was tuned for any of them. A scheme that another rate suits better is shown below "
+        f"Every scheme was trained {how} for any of them. A scheme that another rate suits better is shown below "
         "its best, and differences as small as those between seeds say nothing."
     )
 

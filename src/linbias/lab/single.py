@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .config import AnyScheme, EvaluateCommand, TrainCommand
+from .config import AnyScheme, TrainCommand
 from .data import SPLITS, Corpus, DataError, Text, load_corpus
 from .evaluate import Trial, check_scheme, score, scored_bytes, testing_cost
+from .evaluations.config import EvaluateCommand
 from .model import count_parameters
 from .positions import SCHEMES, rule_change, why_not
 from .progress import Tell, notice

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linbias.lab.config import ConfigError, EvaluateCommand, EvaluateConfig, FolderConfig
+from linbias.lab.config import ConfigError, EvaluateConfig
 from linbias.lab.data import load_corpus
 from linbias.lab.evaluate import Trial, score
-from linbias.lab.evaluations.config import ExportCommand, StreamCommand
+from linbias.lab.evaluations.config import EvaluateCommand, ExportCommand, FolderConfig, StreamCommand
 from linbias.lab.evaluations.folder import open_folder_model, plant_tokens
 from linbias.lab.evaluations.of_folder import evaluate_folder
 from linbias.lab.evaluations.streaming import stream

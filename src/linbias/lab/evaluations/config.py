@@ -4,12 +4,13 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from ..config import (
     AnyScheme,
     ConfigError,
     DtypeName,
+    EvaluateConfig,
     Split,
     TestScheme,
     TrainConfig,
@@ -18,8 +19,69 @@ from ..config import (
     at_least,
 )
 
+FolderTest = Literal["loss", "retrieval", "streaming", "numerics"]
 NEEDLE, ANSWER = 9, 4
 """Bytes of <kk=dddd> and of dddd."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderConfig:
+    """What a model in a folder is asked besides its loss."""
+
+    tests: tuple[FolderTest, ...] = get_args(FolderTest)
+    """With --model: what to test."""
+    depths: int = 5
+    """With --model: at how many places from the start of a text to its end a needle lies, <ab=1234>."""
+    trials: int = 8
+    """With --model: texts with a needle for each length and depth."""
+    tokens: int = 4096
+    """With --model: tokens of a text that is streamed."""
+    texts: int = 2
+    """With --model: at most how many texts are streamed."""
+    window: int = 512
+    """With --model: keys that streaming with a window keeps."""
+    sinks: int = 4
+    """With --model: first tokens that streaming with sinks keeps besides."""
+    out: Path = Path("linbias-evaluate")
+    """With --model: folder for plots and numbers."""
+
+    def __post_init__(self) -> None:
+        at_least(1, trials=self.trials, tokens=self.tokens, texts=self.texts, window=self.window, sinks=self.sinks)
+        at_least(2, depths=self.depths)
+        if not self.tests:
+            raise ConfigError(f"tests must name at least one of {', '.join(get_args(FolderTest))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateCommand:
+    """Test a trained checkpoint on text it has not seen, at lengths of your choice.
+
+    Or test any causal language model of transformers in a folder on this machine, with its tokenizer: its loss, whether
+    it finds values hidden in a text, its loss as it streams with fewer keys, and the numerics of its slopes. Lengths
+    are then in tokens, 256, 512 and 1,024 if not given. No code of the folder is run and nothing is fetched.
+    """
+
+    checkpoint: Path | None = None
+    """A checkpoint written by train or compare."""
+    model: Path | None = None
+    """A folder with config.json, model.safetensors and a tokenizer; instead of a checkpoint."""
+    scheme: AnyScheme | None = None
+    """Run the weights with another scheme than they were trained with, where that is possible: alibi-window limits
+    ALiBi's attention to the training length, rope-yarn stretches RoPE."""
+    data: Path | None = None
+    """Text file or folder; if not given, the data that the checkpoint names, as long as no byte of it has changed."""
+    split: Split = "test"
+    """Which part of the data to score."""
+    json: Path | None = None
+    """Also write the result to this file."""
+    device: str = "auto"
+    """Where to compute: cpu, cuda, mps ...; auto takes CUDA if there is one."""
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    folder: FolderConfig = field(default_factory=FolderConfig)
+
+    def __post_init__(self) -> None:
+        if (self.checkpoint is None) == (self.model is None):
+            raise ConfigError("evaluate needs either a checkpoint or a model, a folder of transformers")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import ConfigError, EvaluateCommand
+from ..config import ConfigError
 from ..data import Text, load_corpus
 from ..evaluate import plan_windows
 from ..extras import need
@@ -20,7 +20,7 @@ from ..statistics import METHOD, Estimate, estimate
 from ..storage import write_bytes, write_text
 from ..tables import align, wrap
 from ..train import resolve_device
-from .config import ANSWER, NumericsCommand
+from .config import ANSWER, EvaluateCommand, NumericsCommand
 from .folder import FolderModel, open_folder_model, plant_tokens
 from .numerics import numerics, numerics_text
 from .retrieval import Answers, Question
