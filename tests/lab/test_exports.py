@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from linbias.lab.config import InspectCommand
-from linbias.lab.exports import csv_table, results_text, set_aside, write_exports
+from linbias.lab.exports import PAPER, csv_table, render_page, results_text, set_aside, write_exports
 from linbias.lab.heads import inspect_heads
-from linbias.lab.page import PAPER, render_page
 from linbias.lab.plots import DARK, draw_comparison, draw_heads, draw_panels
 from linbias.lab.remarks import early_token_effect, headline, remarks
 from linbias.lab.results import make_cells

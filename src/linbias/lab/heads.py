@@ -17,7 +17,7 @@ from .tables import align, wrap
 
 HEADS, MAX_BIAS, LENGTH = 8, 8.0, 8192
 """Of a rule, where nothing else is said."""
-_DTYPES = {
+DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
@@ -88,7 +88,7 @@ def facts_of(
 ) -> list[HeadFacts]:
     """Return the facts of heads with these slopes (H,) and content bounds on a text of `length` tokens."""
     reaches = reach(slopes, tolerance=tolerance_of(command), content=content).double()
-    vanishing = vanishing_distance(slopes, _DTYPES[command.dtype], content)
+    vanishing = vanishing_distance(slopes, DTYPES[command.dtype], content)
     bounds = torch.as_tensor(content, dtype=torch.float64).expand(slopes.shape)
     columns = (slopes, effective_context(slopes), reaches, vanishing, bounds)
     return [
@@ -110,7 +110,7 @@ def facts_of(
 
 def tolerance_of(command: InspectCommand) -> float:
     """Return the weight that may be neglected."""
-    return command.tolerance or default_tolerance(_DTYPES[command.dtype])
+    return command.tolerance or default_tolerance(DTYPES[command.dtype])
 
 
 def _share_of_pairs(far: float, length: int, causal: bool) -> float:

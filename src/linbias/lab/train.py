@@ -62,6 +62,11 @@ class Run:
             device=torch.device(self.device).type,
         )
 
+    def loss(self, model: ByteDecoder, text: Tensor, step: int) -> Tensor:
+        """Return what update `step` makes smaller, in nats: the mean loss of its passages' bytes."""
+        tokens = passages(text, self.train, step)
+        return model.nats(tokens[:, :-1], tokens[:, 1:]).mean()
+
     def checkpoint(self, folder: Path) -> Path:
         """Return where the trained model is kept below `folder`."""
         return folder / f"{self.scheme}-{self.identity}.safetensors"
@@ -175,8 +180,7 @@ class Trainer:
         config = self.run.train
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(config, self.step)
-        tokens = passages(self._text, config, self.step)
-        loss = self._model.nats(tokens[:, :-1], tokens[:, 1:]).mean()
+        loss = self.run.loss(self._model, self._text, self.step)
         self._optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.clip)
@@ -374,8 +378,11 @@ def _require_fit(trained: Trained) -> None:
     """Raise ValueError unless names and shapes of the weights are those of the model that the checkpoint describes."""
     if trained.scheme not in SCHEMES or SCHEMES[trained.scheme].trained_as is not None:
         raise ValueError(f"scheme must be one that is trained, got {trained.scheme!r:.200}")
-    if not trained.about["curve"]:
-        raise ValueError("curve must have a point")
+    numbers = [trained.about["seconds"], *(number for point in trained.about["curve"] for number in point)]
+    if not trained.about["curve"] or not all(map(math.isfinite, numbers)):
+        raise ValueError("curve and seconds must be finite numbers, one point or more")
+    if not isinstance(trained.about["fingerprint"], str):
+        raise ValueError(f"fingerprint must be text, got {trained.about['fingerprint']!r:.200}")
     with torch.device("meta"):
         decoder = build_decoder(trained.model, trained.scheme, trained.length, seed=0)
     wanted = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
