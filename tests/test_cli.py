@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -166,11 +167,13 @@ def test_the_command_of_a_report_runs_the_same_again(tmp_path):
         (["compare", "--lengths", "0"], "lengths must be one or more whole numbers of at least 1"),
         (["compare", "--width", "100"], "width must be a multiple of twice the heads, got width 100 with 8 heads"),
         (["compare", "--workers", "0"], "workers must be at least 1, got 0"),
+        (["compare", "--workers", str(10**30)], "workers must be at most 1024, got 1000000000"),
         (["compare", "--schemes", "rope", "rope"], "schemes must not repeat, got rope rope"),
         (["train", "--steps", "0"], "steps must be at least 1, got 0"),
         (["train", "--learning-rate", "0"], "learning_rate must be greater than 0 and finite, got 0.0"),
         (["train", "--learning-rate", "inf"], "learning_rate must be greater than 0 and finite, got inf"),
         (["train", "--learning-rate", "nan"], "learning_rate must be greater than 0 and finite, got nan"),
+        (["compare", "--clip", "inf"], "clip must be greater than 0 and finite, got inf; 1e30 clips no gradient"),
         (["train", "--weight-decay", "inf"], "weight_decay must be finite, got inf"),
         (["train", "--seed", str(2**63)], f"seed must be at most {2**63 - 1}, got {2**63}"),
         (["compare", "--seed", str(10**30)], "seed must be at most"),
@@ -181,6 +184,13 @@ def test_the_command_of_a_report_runs_the_same_again(tmp_path):
         (["train", "--device", "abacus"], "device must be auto or one that torch can use here, got 'abacus'"),
         (["compare", "--device", "meta"], "device must be auto or one that torch can use here, got 'meta'"),
         (["inspect", "--heads", "0"], "heads must be at least 1, got 0"),
+        (["inspect", "--heads", "100000"], "heads must be at most 4096, got 100000"),
+        (["inspect", "--plot", "x.jpg"], "plot must end in .png, .svg or .pdf, got 'x.jpg'"),
+        (["inspect", "--plot", "x"], "plot must end in .png, .svg or .pdf, got 'x'"),
+        (["inspect", "--model", "no/such"], "checkpoint must be an existing file, got 'no/such'"),
+        (["inspect", "--model", "."], "which holds none; name one"),
+        (["inspect", "--model", "x", "--heads", "8"], "heads must be left out where a model is given"),
+        (["inspect", "--data", "x"], "data must be left out where no model is given"),
         (["inspect", "--tolerance", "1.5"], "tolerance must lie between 0 and 1, got 1.5"),
         (["inspect", "--content", "nan"], "content must be finite, got nan"),
         (["inspect", "--content", "inf"], "content must be finite, got inf"),
@@ -240,6 +250,43 @@ def test_files_are_written_whatever_becomes_of_the_output(text_file, tmp_path, c
     assert told.count("cannot print: No space left on device: 'standard output'") == (3 if kind == "full" else 0)
 
 
+def test_names_of_files_need_not_be_text(text_file, tmp_path, capsys):
+    data, out = (Path(os.fsdecode(os.fsencode(tmp_path) + name)) for name in (b"/in\xff.txt", b"/out\xff"))
+    data.write_bytes(text_file.read_bytes())
+    arguments = ["--data", str(data), "--out", str(out), *SMALL, "--test-bytes", "64", "--lengths", "8"]
+    assert main(["compare", *arguments, "--schemes", "alibi", "--workers", "1"]) == 0
+    assert r"tested on 64 bytes of in\xff.txt, last 10 %" in " ".join(capsys.readouterr().out.split())
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert r"in\xff.txt" in page
+    json.loads((out / "results.json").read_text(encoding="utf-8")).keys()
+    (checkpoint,) = out.glob("checkpoints/*.safetensors")
+    assert evaluate(checkpoint, "--json", str(out / "found.json")) == 0
+    assert r"in\xff.txt" in json.loads((out / "found.json").read_text())["text"]
+
+
+def test_a_model_beyond_the_free_memory_is_refused(text_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("linbias.lab.train._free_memory", lambda: 100_000)
+    assert main(["train", "--data", str(text_file), "--out", str(tmp_path / "runs"), *SMALL]) == 1
+    assert "width and layers must leave room in memory: training needs 0.0 GiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory: you tried 9 bytes")],
+    ids=lambda error: type(error).__name__,
+)
+def test_memory_that_runs_out_is_told_in_a_line(text_file, tmp_path, capsys, monkeypatch, error):
+    def fail(self):
+        raise error
+
+    monkeypatch.setattr("linbias.lab.train.Trainer.update", fail)
+    assert main(["train", "--data", str(text_file), "--out", str(tmp_path / "runs"), *SMALL]) == 1
+    assert "memory" in capsys.readouterr().err
+    monkeypatch.setattr("linbias.lab.train.Trainer.update", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["train", "--data", str(text_file), "--out", str(tmp_path / "runs"), *SMALL])
+
+
 def test_help_that_nobody_reads_is_no_error(standard_output, capsys):
     standard_output("left")
     assert main(["--help"]) == 141
@@ -273,7 +320,7 @@ def test_a_full_disk_and_a_folder_without_rights_are_told_by_the_file(tmp_path, 
     monkeypatch.undo()
     (tmp_path / "file").write_text("no folder")
     assert main(["inspect", "--plot", str(tmp_path / "file" / "heads.png")]) == 1
-    assert "file" in (told := capsys.readouterr().err) and ".tmp" not in told
+    assert f"cannot make the folder: File exists: '{tmp_path / 'file'}'" in capsys.readouterr().err
     monkeypatch.setattr("os.replace", lambda *names: os.rename(tmp_path / "absent", names[0]))
     assert main(["inspect", "--plot", str(plot)]) == 1
     assert f"cannot write: No such file or directory: '{plot}'" in capsys.readouterr().err
@@ -311,11 +358,27 @@ def test_a_signal_decides_the_exit_status(text_file, tmp_path, capsys, monkeypat
     assert "the same command goes on from here" in capsys.readouterr().err
 
 
-def test_inspect_draws_and_tabulates(tmp_path, capsys):
-    plot = tmp_path / "heads.png"
-    assert main(["inspect", "--heads", "4", "--length", "100", "--plot", str(plot)]) == 0
-    assert plot.read_bytes().startswith(b"\x89PNG")
+def test_inspect_tabulates_and_draws_where_it_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["inspect", "--heads", "4", "--length", "100"]) == 0
     assert "0.00390625" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    for name, start in (("heads.PNG", b"\x89PNG"), ("heads.pdf", b"%PDF"), ("heads.svg", b"<?xml")):
+        assert main(["inspect", "--heads", "4", "--length", "100", "--plot", name]) == 0
+        assert (tmp_path / name).read_bytes().startswith(start)
+        assert f"written: {name}" in capsys.readouterr().out
+
+
+def test_inspect_measures_a_checkpoint_or_the_folder_it_lies_in(checkpoint, text_file, tmp_path, capsys):
+    shown = []
+    for model in (checkpoint, checkpoint.parent):
+        arguments = ["inspect", "--model", str(model), "--data", str(text_file), "--length", "50"]
+        assert main([*arguments, "--plot", str(tmp_path / "heads.png")]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    text = " ".join(shown[0].split())
+    assert "1 layers of 2 heads, measured on 50 tokens of story.txt, last 10 %" in text
+    assert (tmp_path / "heads.png").exists()
 
 
 def test_doctor_knows_every_backend(capsys):

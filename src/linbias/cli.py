@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TextIO, Union, cast
 
@@ -26,9 +27,12 @@ from .lab.config import (
     TrainCommand,
 )
 from .lab.data import DataError, printable
+from .lab.evaluations.commands import EVALUATIONS
+from .lab.evaluations.of_folder import evaluate_folder
 from .lab.exports import results_text, set_aside, write_exports
 from .lab.extras import MissingExtra, need
-from .lab.heads import heads_table, inspect_heads
+from .lab.heads import LENGTH, farthest, heads_table, inspect_heads, layers_of, measured_table
+from .lab.measure import measure
 from .lab.plots import draw_heads
 from .lab.progress import Interrupted
 from .lab.single import describe_evaluation, describe_training, evaluate_checkpoint, train_one
@@ -87,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # torch says that memory is out in a RuntimeError, which may also be a fault of the program.
         if not isinstance(error, _ERRORS) and "memory" not in str(error):
             raise
-        _complain("\n".join([f"linbias: error: {error or 'out of memory'}", *getattr(error, "__notes__", [])]))
+        _complain("\n".join([f"linbias: error: {str(error) or 'out of memory'}", *getattr(error, "__notes__", [])]))
         return 1
     return 0
 
@@ -148,6 +152,9 @@ def _train(command: TrainCommand) -> None:
 
 
 def _evaluate(command: EvaluateCommand) -> None:
+    if command.model is not None:
+        _report(*evaluate_folder(command))
+        return
     found = evaluate_checkpoint(command)
     files = [] if command.json is None else [command.json]
     for path in files:
@@ -169,9 +176,18 @@ def _compare(command: CompareCommand) -> None:
 
 
 def _inspect(command: InspectCommand) -> None:
-    facts = inspect_heads(command)
-    write_bytes(command.plot, draw_heads(command, facts))
-    _report(heads_table(command, facts), [command.plot])
+    if command.model is None:
+        shown, length = inspect_heads(command), command.length or LENGTH
+        text = heads_table(command, shown)
+    else:
+        measured = measure(command.model, command.data, command.length or 1024)
+        layers = layers_of(command, measured)
+        shown, length = [fact for _, fact in farthest(layers)], measured.length
+        text = measured_table(command, measured, layers)
+    files = [] if command.plot is None else [command.plot]
+    for path in files:
+        write_bytes(path, draw_heads(shown, length, path.suffix.lower().removeprefix(".")))
+    _report(text, files)
 
 
 def _doctor(command: DoctorCommand) -> None:
@@ -187,6 +203,10 @@ def _bench(command: BenchCommand) -> None:
     _report(describe_bench(record), files)
 
 
+def _answer(run: Callable[[Any], tuple[str, list[Path]]], command: Any) -> None:
+    _report(*run(command))
+
+
 def _report(text: str, written: Sequence[Path]) -> None:
     """Print a text and the files that were written before it."""
     files = [f"\n\nwritten: {', '.join(map(printable, written))}"] if written else []
@@ -200,6 +220,7 @@ _COMMANDS = {
     "inspect": InspectCommand,
     "doctor": DoctorCommand,
     "bench": BenchCommand,
+    **{name: kind for name, (kind, _) in EVALUATIONS.items()},
 }
 _RUN: dict[type, Callable[[Any], None]] = {
     CompareCommand: _compare,
@@ -208,6 +229,7 @@ _RUN: dict[type, Callable[[Any], None]] = {
     InspectCommand: _inspect,
     DoctorCommand: _doctor,
     BenchCommand: _bench,
+    **{kind: partial(_answer, run) for kind, run in EVALUATIONS.values()},
 }
 
 if __name__ == "__main__":

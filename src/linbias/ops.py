@@ -225,7 +225,8 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 def _refuse_second_order(ctx: Any, *_: Tensor | None) -> None:
     raise BackendUnavailable(
         f"backend {ctx.backend!r} has no second derivative: its backward recomputes tile by tile; "
-        f"call with backend='reference', which is differentiable to any order; for a patched model, "
+        f"call with backend='reference', which is differentiable to any order; linbias.flash has no such argument: "
+        f"call linbias.alibi_attention or alibi_attention_varlen in its place; for a patched model, "
         f"linbias.patch(model, fidelity='checkpoint') (Falcon within torch.nn.attention.sdpa_kernel(SDPBackend.MATH))"
     )
 

@@ -321,8 +321,8 @@ def _refuse_order(given: AttentionOptions, metric: str) -> None:
     wrong = [name for name, there in used.items() if there]
     if wrong:
         raise ValueError(
-            f"{', '.join(wrong)} must be left out under metric={metric!r}: coordinates have no order; "
-            f"hide pairs with attn_mask instead"
+            f"{', '.join(wrong)} must not be used under metric={metric!r}: coordinates have no order; "
+            f"pass causal=False, leave the others out, and hide pairs with attn_mask instead"
         )
 
 

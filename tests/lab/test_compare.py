@@ -12,12 +12,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from linbias.lab import compare as compare_module
 from linbias.lab import tasks
 from linbias.lab.compare import Comparison, compare
-from linbias.lab.config import ALL_SCHEMES, CompareCommand, ConfigError, EvaluateConfig
+from linbias.lab.config import USUAL_SCHEMES, USUAL_TESTS, CompareCommand, ConfigError, EvaluateConfig
 from linbias.lab.data import DataError
 from linbias.lab.exports import results_text, write_exports
 from linbias.lab.progress import Interrupted
+from linbias.lab.remarks import remarks
 from linbias.lab.train import Trainer
 from tests.lab.small import MODEL, TRAIN
 
@@ -42,9 +44,17 @@ def numbers(results):
 def test_every_scheme_is_tested_at_every_length_it_can(command):
     found = compare(command)
     assert (found.scored, found.segments, found.lengths) == (160, 4, (8, 16, 40))
-    assert [row.scheme for row in found.rows] == ["alibi", "alibi-window", "sinusoidal", "learned", "rope", "none"]
+    assert [row.scheme for row in found.rows] == [
+        *("alibi", "alibi-window", "sinusoidal", "learned", "rope", *USUAL_TESTS, "none")
+    ]
     ran = {row.scheme: [cell.length for cell in row.cells if cell.bits] for row in found.rows}
-    assert ran == {scheme: [8, 16, 40] for scheme in ALL_SCHEMES} | {"learned": [8], "alibi-window": [40]}
+    whole = {scheme: [8, 16, 40] for scheme in (*USUAL_SCHEMES, *USUAL_TESTS)}
+    assert ran == whole | {"learned": [8], "alibi-window": [40]}
+    assert "alibi-window" not in [row.scheme for row in found.table_rows()]
+    assert found.row("rope-yarn").cells[0] == found.row("rope").cells[0]
+    assert found.row("rope-yarn").cells[2].bits != found.row("rope").cells[2].bits
+    (said,) = [remark for remark in remarks(found) if remark.startswith("RoPE, YaRN: not trained")]
+    assert "the weights of RoPE, and beyond 8 bytes slow angles interpolated" in said
     refusals = [cell.why_not for cell in found.row("learned").cells]
     assert refusals == [None, *["its table ends at the training length, 8"] * 2]
     assert all(3 < cell.bits.mean < 9 for row in found.rows for cell in row.cells if cell.bits)
@@ -100,7 +110,7 @@ def test_impossible_plans_fail_before_anything_runs(command):
 
 
 def test_a_scheme_that_diverges_stops_alone_and_is_not_tried_again(command, monkeypatch, capsys):
-    command = replace(command, schemes=("none", "rope", "alibi"))
+    command = replace(command, schemes=("none", "rope", "alibi"), test_schemes=())
     healthy = compare(replace(command, out=command.out / "healthy"))
     original, updates = Trainer.update, []
 
@@ -126,6 +136,14 @@ def test_a_scheme_that_diverges_stops_alone_and_is_not_tried_again(command, monk
     assert updates.count("rope") == 4
 
 
+def test_data_that_changes_during_a_comparison_ends_it(command, text_file):
+    (task,) = Comparison(replace(command, schemes=("none",))).tasks()[:1]
+    text_file.write_text("another text " * 500)
+    compare_module._corpus.cache_clear()
+    with pytest.raises(DataError, match=r"data must not change during a comparison, as '.*story\.txt' did"):
+        task.work(lambda fraction, note: None)
+
+
 def test_processes_are_as_many_as_cores_and_schemes_allow(command, monkeypatch):
     monkeypatch.setattr("linbias.lab.compare.usable_cores", lambda: 3)
     monkeypatch.setattr("linbias.lab.compare.resolve_device", lambda name: "cpu" if name == "auto" else name)
@@ -136,10 +154,15 @@ def test_processes_are_as_many_as_cores_and_schemes_allow(command, monkeypatch):
 
 
 def test_training_comes_first_and_the_longest_tests_soonest(command):
-    names = [task.name for task in Comparison(replace(command, schemes=("rope", "learned"))).tasks()]
+    names = [
+        task.name
+        for task in Comparison(replace(command, schemes=("rope", "learned"), test_schemes=("rope-yarn",))).tasks()
+    ]
     assert names == [
         "train rope",
         "train learned",
+        "test rope-yarn at 40",
+        "test rope-yarn at 16",
         "test rope at 40",
         "test rope at 16",
         "test rope at 8",

@@ -8,16 +8,25 @@ import torch
 from safetensors.torch import save_file
 
 from linbias.cli import main
+from linbias.lab.data import load_corpus
 from linbias.lab.evaluate import Trial, score
 from linbias.lab.storage import CheckpointError, load_tensors, save_tensors
-from linbias.lab.train import load_checkpoint, train
-from tests.lab.small import StopAfter
+from linbias.lab.train import Run, load_checkpoint, train
+from tests.lab.small import MODEL, TRAIN, StopAfter
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("honest")
+    (folder / "story.txt").write_text("".join(f"In year {year} the fox met {year * 37} hens. " for year in range(99)))
+    corpus = load_corpus(folder / "story.txt")
+    return train(Run(scheme="alibi", model=MODEL, train=TRAIN, corpus=corpus, device="cpu"), folder)
 
 
 @pytest.fixture
-def honest(run, tmp_path):
+def honest(checkpoint):
     """What an honest checkpoint holds, and what it says of itself."""
-    return load_tensors(train(run, tmp_path / "honest"))
+    return load_tensors(checkpoint)
 
 
 def changed(about, where, value):
@@ -37,7 +46,7 @@ def changed(about, where, value):
 @pytest.mark.parametrize(
     ("where", "value"),
     [
-        *[((key,), ...) for key in ("kind", "scheme", "model", "train", "curve", "seconds")],
+        *[((key,), ...) for key in ("kind", "scheme", "model", "train", "curve", "seconds", "fingerprint")],
         *[(("model",), value) for value in ([1, 2], {}, None, "wide", {"layers": 2})],
         *[(("model", "width"), value) for value in (2**40, -24, 0, "24", 24.0, True, None, [24], 48, 10**400)],
         *[(("model", "layers"), value) for value in (2**40, 1, 3, 2.5)],
@@ -46,7 +55,9 @@ def changed(about, where, value):
         *[(("train", "learning_rate"), value) for value in ("1e-2", float("inf"))],
         *[(("scheme",), value) for value in ("rope2", "alibi-window", 3, None, ["alibi"], {})],
         *[(("curve",), value) for value in ([], 3, [[1, 2]], [["a", "b", "c"]], None)],
-        (("seconds",), "long"),
+        (("curve",), [[1, 2.0, float("nan")]]),
+        *[(("seconds",), value) for value in ("long", float("inf"))],
+        *[(("fingerprint",), value) for value in (None, 3, {})],
         (("step",), 3),
     ],
     ids=lambda value: f"{value!s:.40}",

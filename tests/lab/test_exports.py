@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from linbias.lab.config import InspectCommand
-from linbias.lab.exports import csv_table, results_text, set_aside, write_exports
+from linbias.lab.exports import PAPER, csv_table, render_page, results_text, set_aside, write_exports
 from linbias.lab.heads import inspect_heads
-from linbias.lab.page import PAPER, render_page
 from linbias.lab.plots import DARK, draw_comparison, draw_heads, draw_panels
 from linbias.lab.remarks import early_token_effect, headline, remarks
 from linbias.lab.results import make_cells
@@ -185,9 +184,17 @@ def test_plot_is_a_png_for_any_number_of_schemes(results, count):
     assert width > 2 * height > 1000
 
 
-def test_head_plot_is_a_png_even_for_extreme_bounds():
-    for command in (InspectCommand(), InspectCommand(heads=40, length=1), InspectCommand(heads=1, content=900.0)):
-        assert size_of(draw_heads(command, inspect_heads(command)))[0] > 1000
+def test_head_plot_is_a_png_even_for_extreme_bounds_and_many_heads():
+    commands = (InspectCommand(), InspectCommand(heads=40, length=1), InspectCommand(heads=1, content=900.0))
+    for command in (*commands, InspectCommand(heads=300)):
+        assert size_of(draw_heads(inspect_heads(command), command.length or 8192))[0] > 1000
+
+
+def test_a_plot_is_of_the_kind_that_is_asked_for():
+    facts = inspect_heads(InspectCommand(heads=2))
+    assert draw_heads(facts, 100, "png").startswith(PNG)
+    assert draw_heads(facts, 100, "pdf").startswith(b"%PDF")
+    assert b"<svg" in draw_heads(facts, 100, "svg")
 
 
 def test_report_writes_four_files_and_no_others(results, tmp_path):

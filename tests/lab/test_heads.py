@@ -6,7 +6,14 @@ import torch
 
 from linbias import alibi_slopes, reach
 from linbias.lab.config import InspectCommand
-from linbias.lab.heads import effective_context, heads_table, inspect_heads, vanishing_distance
+from linbias.lab.heads import (
+    effective_context,
+    facts_of,
+    heads_table,
+    inspect_heads,
+    slope_text,
+    vanishing_distance,
+)
 from linbias.semantics.problem import default_tolerance
 
 
@@ -44,6 +51,28 @@ def test_shares_are_counted_pair_by_pair():
         pairs = sum(i - j <= fact.reach for i in range(53) for j in range(i + 1))
         assert fact.pairs == pytest.approx(pairs / (53 * 54 / 2))
         assert fact.keys == pytest.approx(sum(52 - j <= fact.reach for j in range(53)) / 53)
+
+
+def test_shares_of_both_directions_are_counted_pair_by_pair():
+    facts = facts_of(InspectCommand(tolerance=1e-2), alibi_slopes(4), 0.5, 53, causal=False)
+    assert any(fact.reach < 52 for fact in facts)
+    for fact in facts:
+        pairs = sum(abs(i - j) <= fact.reach for i in range(53) for j in range(53))
+        assert fact.pairs == pytest.approx(pairs / 53**2)
+
+
+def test_slopes_are_told_so_that_they_are_read_back_the_same():
+    for count in (1, 3, 8, 12, 71, 112):
+        told = [slope_text(slope) for slope in alibi_slopes(count).tolist()]
+        assert torch.tensor([float(text) for text in told], dtype=torch.float32).equal(alibi_slopes(count))
+    assert slope_text(2**-8) == "0.00390625"
+
+
+def test_heads_without_decay_reach_everything():
+    slopes = torch.tensor([0.0, -0.5, 0.5])
+    facts = facts_of(InspectCommand(), slopes, 0.0, 10)
+    assert [fact.vanishes for fact in facts][:2] == [math.inf, math.inf]
+    assert [fact.pairs for fact in facts][:2] == [1.0, 1.0]
 
 
 def test_default_tolerance_is_a_quarter_of_the_accumulating_epsilon():

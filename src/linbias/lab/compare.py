@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from .config import AnyScheme, CompareCommand, TrainedScheme, command_line
-from .data import Corpus, load_corpus, printable, require_bytes
+from .data import Corpus, DataError, load_corpus, printable, require_bytes
 from .environment import machine, versions
 from .evaluate import Trial, load_scores, score, scored_bytes, testing_cost
 from .model import build_decoder, count_parameters
-from .positions import why_not
+from .positions import SCHEMES, why_not
 from .progress import Tell, notice
 from .results import Results, Row, make_cells
 from .tasks import Task, run_tasks, usable_cores
@@ -79,10 +79,16 @@ class Comparison:
         tests: list[tuple[AnyScheme, int]] = [
             (scheme, length) for length in self.lengths if self.why_not(scheme, length) is None
         ]
-        longest = self.lengths[-1]
-        if scheme == "alibi" and longest > self.command.train.length:
-            tests.append(("alibi-window", longest))
+        beyond = [length for length in self.lengths if length > self.command.train.length]
+        stretched = self.stretched(scheme)
+        tests += [(name, length) for name in stretched for length in beyond]
+        if scheme == "alibi" and beyond and "alibi-window" not in stretched:
+            tests.append(("alibi-window", beyond[-1]))
         return tests
+
+    def stretched(self, scheme: TrainedScheme) -> list[AnyScheme]:
+        """Return the test-time schemes that the command names and that run with the weights of `scheme`."""
+        return [name for name in self.command.test_schemes if SCHEMES[name].trained_as == scheme]
 
     def why_not(self, scheme: TrainedScheme, length: int) -> str | None:
         """Return why `scheme` cannot be tested at `length`, None if it can."""
@@ -101,7 +107,7 @@ class Comparison:
             Task(
                 name=f"train {scheme}",
                 cost=training_cost(self.command.model, self.command.train),
-                work=partial(_train, self.command, scheme),
+                work=partial(_train, self.command, self.corpus.digest, scheme),
             )
             for scheme in self.command.schemes
         ]
@@ -110,7 +116,7 @@ class Comparison:
                 name=f"test {name} at {length:,}",
                 cost=testing_cost(self.command.model, length, self.scored, self.command.evaluate.stride),
                 after=f"train {scheme}",
-                work=partial(_test, self.command, scheme, name, length),
+                work=partial(_test, self.command, self.corpus.digest, scheme, name, length),
             )
             for scheme in self.command.schemes
             for name, length in reversed(self.trials(scheme))
@@ -123,8 +129,19 @@ def _corpus(source: Path | None) -> Corpus:
     return load_corpus(source)
 
 
-def _train(command: CompareCommand, scheme: TrainedScheme, tell: Tell) -> str | None:
+def _plan(command: CompareCommand, digest: str) -> Comparison:
+    """The plan of a comparison in another process, which reads the text itself.
+
+    Raises: DataError if it is no longer the text of the comparison.
+    """
     plan = Comparison(command)
+    if plan.corpus.digest != digest:
+        raise DataError(f"data must not change during a comparison, as {str(command.data)!r} did; start it again")
+    return plan
+
+
+def _train(command: CompareCommand, digest: str, scheme: TrainedScheme, tell: Tell) -> str | None:
+    plan = _plan(command, digest)
     try:
         train(plan.run(scheme), plan.checkpoints, tell)
     except Diverged as how:
@@ -133,8 +150,10 @@ def _train(command: CompareCommand, scheme: TrainedScheme, tell: Tell) -> str | 
     return None
 
 
-def _test(command: CompareCommand, trained: TrainedScheme, scheme: AnyScheme, length: int, tell: Tell) -> None:
-    plan = Comparison(command)
+def _test(
+    command: CompareCommand, digest: str, trained: TrainedScheme, scheme: AnyScheme, length: int, tell: Tell
+) -> None:
+    plan = _plan(command, digest)
     if plan.run(trained).divergence(plan.checkpoints) is not None:
         tell(1.0, "")
         return
@@ -185,6 +204,9 @@ def _rows(plan: Comparison, trained: TrainedScheme, segments: int) -> list[Row]:
     for scheme, length in plan.trials(trained):
         found = diverged or load_scores(_trial(plan, trained, scheme, length).file(plan.scores))[0]
         scores.setdefault(scheme, {})[length] = found
+    for scheme in plan.stretched(trained):
+        # Up to the training length they are the scheme itself.
+        scores[scheme] = {length: found for length, found in scores[trained].items()} | scores.get(scheme, {})
     return [
         Row(
             scheme=scheme,

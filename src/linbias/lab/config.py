@@ -5,24 +5,36 @@ import math
 import shlex
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+
+from .positions import SCHEMES
 
 VOCABULARY = 256
 """Models read and predict bytes."""
 MOST_PARAMETERS = 2**30
-"""In matrices of a model: training takes 16 bytes for each."""
+"""In the matrices of a model."""
 _MOST_LAYERS = 1024
 _MOST_TOKENS = 2**26
+_MOST_HEADS = 4096
+_MOST_WORKERS = 1024
 _INT64 = 2**63 - 1
 
-TrainedScheme = Literal["alibi", "sinusoidal", "learned", "rope", "none"]
-AnyScheme = Literal["alibi", "sinusoidal", "learned", "rope", "none", "alibi-window"]
+ALL_SCHEMES: tuple[str, ...] = tuple(name for name, scheme in SCHEMES.items() if scheme.trained_as is None)
+USUAL_SCHEMES: tuple[str, ...] = tuple(name for name in ALL_SCHEMES if SCHEMES[name].usual)
+TEST_SCHEMES: tuple[str, ...] = tuple(name for name, scheme in SCHEMES.items() if scheme.trained_as is not None)
+USUAL_TESTS: tuple[str, ...] = tuple(name for name in TEST_SCHEMES if SCHEMES[name].usual)
+if TYPE_CHECKING:
+    TrainedScheme = str
+    TestScheme = str
+    AnyScheme = str
+else:  # the command line shows and checks the names that SCHEMES has
+    TrainedScheme, TestScheme, AnyScheme = Literal[ALL_SCHEMES], Literal[TEST_SCHEMES], Literal[tuple(SCHEMES)]
 Split = Literal["train", "validation", "test"]
+FolderTest = Literal["loss", "retrieval", "streaming", "numerics"]
 BenchPart = Literal["forward", "training"]
 DtypeName = Literal["float16", "bfloat16", "float32", "float64"]
 
 ALL_PARTS: tuple[BenchPart, ...] = ("forward", "training")
-ALL_SCHEMES: tuple[TrainedScheme, ...] = ("alibi", "sinusoidal", "learned", "rope", "none")
 
 
 class ConfigError(ValueError):
@@ -136,9 +148,8 @@ class TrainConfig:
         at_least(1, length=self.length, steps=self.steps, passages=self.passages)
         at_least(0, warmup=self.warmup, weight_decay=self.weight_decay, seed=self.seed)
         at_most(_INT64, length=self.length, steps=self.steps, warmup=self.warmup, seed=self.seed)
-        # An infinite clip follows every gradient; an infinite rate or decay follows none.
-        if not self.clip > 0:
-            raise ConfigError(f"clip must be greater than 0, got {self.clip}")
+        if not 0 < self.clip < math.inf:
+            raise ConfigError(f"clip must be greater than 0 and finite, got {self.clip}; 1e30 clips no gradient")
         if not 0 < self.learning_rate < math.inf:
             raise ConfigError(f"learning_rate must be greater than 0 and finite, got {self.learning_rate}")
         if self.weight_decay == math.inf:
@@ -185,7 +196,7 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Training:
+class TrainingCommand:
     """What every command that trains can be told."""
 
     data: Path | None = None
@@ -198,7 +209,7 @@ class _Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainCommand(_Training):
+class TrainCommand(TrainingCommand):
     """Train one model with one positional scheme and keep it as a checkpoint.
 
     Interrupt it whenever you like (Ctrl-C): the same command goes on where it stopped, and ends with the weights it
@@ -213,14 +224,49 @@ class TrainCommand(_Training):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateCommand:
-    """Test a trained checkpoint on text it has not seen, at lengths of your choice."""
+class FolderConfig:
+    """What a model in a folder is asked besides its loss."""
 
-    checkpoint: Path
+    tests: tuple[FolderTest, ...] = get_args(FolderTest)
+    """With --model: what to test."""
+    depths: int = 5
+    """With --model: at how many places from the start of a text to its end a needle lies, <ab=1234>."""
+    trials: int = 8
+    """With --model: texts with a needle for each length and depth."""
+    tokens: int = 4096
+    """With --model: tokens of a text that is streamed."""
+    texts: int = 2
+    """With --model: at most how many texts are streamed."""
+    window: int = 512
+    """With --model: keys that streaming with a window keeps."""
+    sinks: int = 4
+    """With --model: first tokens that streaming with sinks keeps besides."""
+    out: Path = Path("linbias-evaluate")
+    """With --model: folder for plots and numbers."""
+
+    def __post_init__(self) -> None:
+        at_least(1, trials=self.trials, tokens=self.tokens, texts=self.texts, window=self.window, sinks=self.sinks)
+        at_least(2, depths=self.depths)
+        if not self.tests:
+            raise ConfigError(f"tests must name at least one of {', '.join(get_args(FolderTest))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateCommand:
+    """Test a trained checkpoint on text it has not seen, at lengths of your choice.
+
+    Or test any causal language model of transformers in a folder on this machine, with its tokenizer: its loss, whether
+    it finds values hidden in a text, its loss as it streams with fewer keys, and the numerics of its slopes. Lengths
+    are then in tokens, 256, 512 and 1,024 if not given. No code of the folder is run and nothing is fetched.
+    """
+
+    checkpoint: Path | None = None
     """A checkpoint written by train or compare."""
+    model: Path | None = None
+    """A folder with config.json, model.safetensors and a tokenizer; instead of a checkpoint."""
     scheme: AnyScheme | None = None
     """Run the weights with another scheme than they were trained with, where that is possible: alibi-window limits
-    ALiBi's attention to the training length."""
+    ALiBi's attention to the training length, rope-yarn stretches RoPE."""
     data: Path | None = None
     """Text file or folder; if not given, the data that the checkpoint names, as long as no byte of it has changed."""
     split: Split = "test"
@@ -230,10 +276,15 @@ class EvaluateCommand:
     device: str = "auto"
     """Where to compute: cpu, cuda, mps ...; auto takes CUDA if there is one."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    folder: FolderConfig = field(default_factory=FolderConfig)
+
+    def __post_init__(self) -> None:
+        if (self.checkpoint is None) == (self.model is None):
+            raise ConfigError("evaluate needs either a checkpoint or a model, a folder of transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareCommand(_Training):
+class CompareCommand(TrainingCommand):
     """Train a model with each positional scheme on short passages, test all of them on texts up to 16 times longer.
 
     Everything but the scheme is the same: data, order of passages, first weights, budget, bytes scored. Writes a table,
@@ -241,8 +292,11 @@ class CompareCommand(_Training):
     same command goes on where it stopped. What has not changed since an earlier run is reused.
     """
 
-    schemes: tuple[TrainedScheme, ...] = ALL_SCHEMES
+    schemes: tuple[TrainedScheme, ...] = USUAL_SCHEMES
     """Which schemes to compare."""
+    test_schemes: tuple[TestScheme, ...] = USUAL_TESTS
+    """What else to run the trained weights with beyond the training length. Each changes a checkpoint's rule, and the
+    report says how; those whose scheme is not compared are left out."""
     out: Path = Path("linbias-compare")
     """Folder for the report, checkpoints and scores."""
     workers: int | None = None
@@ -251,10 +305,12 @@ class CompareCommand(_Training):
 
     def __post_init__(self) -> None:
         at_least(1, workers=self.workers)
+        at_most(_MOST_WORKERS, workers=self.workers)
         if not self.schemes:
             raise ConfigError(f"schemes must name at least one of {', '.join(ALL_SCHEMES)}")
-        if len(set(self.schemes)) < len(self.schemes):
-            raise ConfigError(f"schemes must not repeat, got {' '.join(self.schemes)}")
+        for name, given in (("schemes", self.schemes), ("test_schemes", self.test_schemes)):
+            if len(set(given)) < len(given):
+                raise ConfigError(f"{name} must not repeat, got {' '.join(given)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,32 +321,53 @@ class InspectCommand:
     e^(content - slope * d) times as much as that key.
     """
 
-    heads: int = 8
-    """Number of query heads."""
-    rule: Literal["press", "geometric"] = "press"
-    """press: the authors' code, used by BLOOM, MPT, Falcon and others. geometric: the paper's text."""
-    max_bias: float = 8.0
-    """Exponent of the last slope; MPT calls it alibi_bias_max."""
-    length: int = 8192
-    """Length of the text, in tokens."""
+    model: Path | None = None
+    """A trained model instead of a number of heads: a checkpoint of train or compare, a folder of theirs, or a folder
+    of a published model (config.json, safetensors, tokenizer). The norms of its queries and keys are measured."""
+    data: Path | None = None
+    """Text file or folder to measure a model on; the embedded novels if not given."""
+    heads: int | None = None
+    """Number of query heads; 8 if neither they nor a model are given."""
+    rule: Literal["press", "geometric"] | None = None
+    """press: the authors' code, used by BLOOM, MPT, Falcon and others, if nothing is given. geometric: the paper's
+    text."""
+    max_bias: float | None = None
+    """Exponent of the last slope, 8 if not given; MPT calls it alibi_bias_max."""
+    length: int | None = None
+    """Length of the text, in tokens; 8,192 if not given, 1,024 for a model, which reads them."""
     dtype: DtypeName = "float32"
     """Type that the probabilities are kept in."""
-    content: float = 0.0
-    """Bound on how far a key's content score can exceed that of the query's own key."""
+    content: float | None = None
+    """Bound on how far a key's content score can exceed that of the query's own key; 0 if not given, measured for a
+    model."""
     tolerance: float | None = None
     """Weight, relative to the row's, that may be neglected; a quarter of the accumulating type's epsilon if not
     given."""
-    plot: Path = Path("linbias-inspect.png")
-    """Where to draw it."""
+    plot: Path | None = None
+    """Draw it to this file, which ends in .png, .svg or .pdf."""
 
     def __post_init__(self) -> None:
         at_least(1, heads=self.heads, length=self.length)
-        if not 0 < self.max_bias < math.inf:
+        at_most(_MOST_HEADS, heads=self.heads)
+        at_most(_INT64, length=self.length)
+        if self.max_bias is not None and not 0 < self.max_bias < math.inf:
             raise ConfigError(f"max_bias must be greater than 0 and finite, got {self.max_bias}; the paper uses 8")
-        if not math.isfinite(self.content):
+        if self.content is not None and not math.isfinite(self.content):
             raise ConfigError(f"content must be finite, got {self.content}; 0 asks about the bias alone")
         if self.tolerance is not None and not 0 < self.tolerance < 1:
             raise ConfigError(f"tolerance must lie between 0 and 1, got {self.tolerance}")
+        if self.plot is not None and self.plot.suffix.lower() not in {".png", ".svg", ".pdf"}:
+            raise ConfigError(f"plot must end in .png, .svg or .pdf, got {str(self.plot)!r}")
+        self._check_model()
+
+    def _check_model(self) -> None:
+        if self.model is None:
+            if self.data is not None:
+                raise ConfigError("data must be left out where no model is given to be measured on it")
+            return
+        for name in ("heads", "rule", "max_bias", "content"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name} must be left out where a model is given, which has its own")
 
 
 @dataclass(frozen=True, kw_only=True)

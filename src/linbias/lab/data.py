@@ -73,6 +73,11 @@ class Corpus:
         """Return the split called `name`."""
         return {"train": self.train, "validation": self.validation, "test": self.test}[name]
 
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of all three splits, hexadecimal."""
+        return hashlib.sha256("".join(self.split(name).digest for name in SPLITS).encode()).hexdigest()
+
     def describe(self) -> dict[str, Any]:
         """Return its name, its source and the name, size and SHA-256 of each split, in types that JSON knows."""
         texts = ((name, self.split(name)) for name in SPLITS)

@@ -2,6 +2,7 @@
 """What the slopes of ALiBi let each head see."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +12,12 @@ from torch import Tensor
 from .. import alibi_slopes, reach
 from ..semantics.problem import default_tolerance
 from .config import InspectCommand
-from .tables import align
+from .measure import Measured
+from .tables import align, wrap
 
-_DTYPES = {
+HEADS, MAX_BIAS, LENGTH = 8, 8.0, 8192
+"""Of a rule, where nothing else is said."""
+DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
@@ -32,14 +36,15 @@ def effective_context(slopes: Tensor) -> Tensor:
     return 1 / slopes.double()
 
 
-def vanishing_distance(slopes: Tensor, dtype: torch.dtype, content: float) -> Tensor:
-    """Return the smallest distance from which e^(content - slope * distance) is 0 in `dtype`, fp64; inf for slope 0.
+def vanishing_distance(slopes: Tensor, dtype: torch.dtype, content: float | Tensor) -> Tensor:
+    """Return the smallest distance from which e^(content - slope * distance) is 0 in `dtype`, fp64.
 
-    A positive number rounds to 0 at half of the smallest subnormal number and below.
+    inf for a slope of 0 or below. A positive number rounds to 0 at half of the smallest subnormal number and below.
     """
     info = torch.finfo(dtype)
     smallest = math.log(info.smallest_normal) + math.log(info.eps)
-    return torch.ceil((content - smallest + math.log(2)) / slopes.double())
+    distances = torch.ceil((content - smallest + math.log(2)) / slopes.double())
+    return distances.where(slopes > 0, math.inf)
 
 
 def slope_text(slope: float) -> str:
@@ -67,19 +72,25 @@ class HeadFacts:
     keys: float
     """Share of the text that the last query reaches."""
     pairs: float
-    """Share of the causal pairs of the text that lie within reach."""
+    """Share of the pairs of the text, of the causal ones where attention is, that lie within reach."""
+    content: float
+    """Bound on how far a content score exceeds that of the query's own key."""
 
 
 def inspect_heads(command: InspectCommand) -> list[HeadFacts]:
-    """Return the facts of each head."""
-    dtype = _DTYPES[command.dtype]
-    slopes = alibi_slopes(command.heads, rule=command.rule, max_bias=command.max_bias)
-    tolerance = command.tolerance or default_tolerance(dtype)
-    reaches = reach(slopes, tolerance=tolerance, content=command.content).double()
-    vanishing = vanishing_distance(slopes, dtype, command.content)
-    columns = zip(
-        slopes.tolist(), effective_context(slopes).tolist(), reaches.tolist(), vanishing.tolist(), strict=True
-    )
+    """Return the facts of each head of a rule."""
+    slopes = alibi_slopes(command.heads or HEADS, rule=command.rule or "press", max_bias=command.max_bias or MAX_BIAS)
+    return facts_of(command, slopes, command.content or 0.0, command.length or LENGTH)
+
+
+def facts_of(
+    command: InspectCommand, slopes: Tensor, content: float | Tensor, length: int, *, causal: bool = True
+) -> list[HeadFacts]:
+    """Return the facts of heads with these slopes (H,) and content bounds on a text of `length` tokens."""
+    reaches = reach(slopes, tolerance=tolerance_of(command), content=content).double()
+    vanishing = vanishing_distance(slopes, DTYPES[command.dtype], content)
+    bounds = torch.as_tensor(content, dtype=torch.float64).expand(slopes.shape)
+    columns = (slopes, effective_context(slopes), reaches, vanishing, bounds)
     return [
         HeadFacts(
             head=head,
@@ -87,23 +98,30 @@ def inspect_heads(command: InspectCommand) -> list[HeadFacts]:
             effective_context=context,
             reach=far,
             vanishes=vanishes,
-            keys=min(1.0, (far + 1) / command.length),
-            pairs=_share_of_pairs(far, command.length),
+            keys=min(1.0, (far + 1) / length),
+            pairs=_share_of_pairs(far, length, causal),
+            content=bound,
         )
-        for head, (slope, context, far, vanishes) in enumerate(columns)
+        for head, (slope, context, far, vanishes, bound) in enumerate(
+            zip(*(column.tolist() for column in columns), strict=True)
+        )
     ]
 
 
-def _share_of_pairs(far: float, length: int) -> float:
-    """Share of pairs (i, j), j <= i < length, with i - j <= far."""
+def tolerance_of(command: InspectCommand) -> float:
+    """Return the weight that may be neglected."""
+    return command.tolerance or default_tolerance(DTYPES[command.dtype])
+
+
+def _share_of_pairs(far: float, length: int, causal: bool) -> float:
+    """Share of pairs (i, j), with j <= i where attention is causal, with |i - j| <= far."""
     far = min(far, length - 1)
-    within = (far + 1) * length - far * (far + 1) / 2
-    return within / (length * (length + 1) / 2)
+    within, pairs = (far + 1) * length - far * (far + 1) / 2, length * (length + 1) / 2
+    return within / pairs if causal else (2 * within - length) / (2 * pairs - length)
 
 
 def heads_table(command: InspectCommand, facts: list[HeadFacts]) -> str:
-    """Return what `linbias inspect` prints."""
-    tolerance = command.tolerance or default_tolerance(_DTYPES[command.dtype])
+    """Return what `linbias inspect` prints of a rule."""
     header = ("head", "slope", "1/slope", "reach", "of keys", "of pairs", f"0 in {command.dtype}")
     body = [
         (
@@ -117,23 +135,90 @@ def heads_table(command: InspectCommand, facts: list[HeadFacts]) -> str:
         )
         for fact in facts
     ]
-    mean = sum(fact.pairs for fact in facts) / len(facts)
-    return "\n".join(
-        (
-            f"{command.heads} heads, rule {command.rule}, max_bias {command.max_bias:g}, {command.length:,} tokens, "
-            f"content bound {command.content:g}, tolerance {tolerance:.2g}",
-            "",
-            align(header, body),
-            "",
-            f"Over all heads {mean:.1%} of the causal pairs lie within reach; the rest cannot matter at the tolerance.",
-            "1/slope   distance over which the weight of a key falls by a factor of e, content being equal",
-            "reach     largest distance that can matter: keys farther away weigh at most the tolerance, all together,",
-            "          as long as no content score exceeds that of the query's own key by more than the content bound",
-            "of keys   share of the text that its last token reaches",
-            "of pairs  share of all pairs of a query and an earlier or equal key that lie within reach",
-            f"0 in ...  distance from which a single weight is rounded to 0 in {command.dtype}",
-        )
+    intro = (
+        f"{len(facts)} heads, rule {command.rule or 'press'}, max_bias {command.max_bias or MAX_BIAS:g}, "
+        f"{command.length or LENGTH:,} tokens, content bound {command.content or 0.0:g}, "
+        f"tolerance {tolerance_of(command):.2g}"
     )
+    key = (
+        "1/slope   distance over which the weight of a key falls by a factor of e, content being equal",
+        *_KEY,
+        f"0 in ...  distance from which a single weight is rounded to 0 in {command.dtype}",
+    )
+    return _described(intro, [align(header, body)], facts, key)
+
+
+_KEY = (
+    "reach     largest distance that can matter: keys farther away weigh at most the tolerance, all together, as long "
+    "as no content score exceeds that of the query's own key by more than the content bound",
+    "of keys   share of the text that its last token reaches",
+    "of pairs  share of all pairs of a query and a key that it may see (earlier or equal, where attention is causal) "
+    "that lie within reach",
+)
+
+
+def _described(intro: str, tables: list[str], facts: Sequence[HeadFacts], key: Sequence[str]) -> str:
+    share = f"{_mean_pairs(facts):.1%}"
+    outcome = f"Over all heads {share} of the pairs lie within reach; the rest cannot matter at the tolerance."
+    return "\n\n".join([wrap(intro), *tables, wrap(outcome), "\n".join(wrap(line, indent=10) for line in key)])
+
+
+def _mean_pairs(facts: Sequence[HeadFacts]) -> float:
+    return sum(fact.pairs for fact in facts) / len(facts)
+
+
+def layers_of(command: InspectCommand, measured: Measured) -> list[list[HeadFacts]]:
+    """Return the facts of each head of each layer of a model that was measured."""
+    return [
+        facts_of(command, layer.slopes, layer.content, measured.length, causal=layer.causal)
+        for layer in measured.layers
+    ]
+
+
+def farthest(layers: Sequence[Sequence[HeadFacts]]) -> list[tuple[int, HeadFacts]]:
+    """Return for each head the layer in which it reaches farthest, and the facts there."""
+    heads = range(min(map(len, layers)))
+    return [max(((n, layer[head]) for n, layer in enumerate(layers)), key=lambda item: item[1].reach) for head in heads]
+
+
+def measured_table(command: InspectCommand, measured: Measured, layers: Sequence[Sequence[HeadFacts]]) -> str:
+    """Return what `linbias inspect` prints of a model: each head where it reaches farthest, and each layer."""
+    by_head = [
+        (
+            str(fact.head),
+            str(layer),
+            slope_text(fact.slope),
+            f"{measured.layers[layer].query_norms[fact.head]:.3g}",
+            f"{measured.layers[layer].key_norms[fact.head]:.3g}",
+            f"{fact.content:.3g}",
+            _distance(fact.reach),
+            f"{fact.keys:.1%}",
+            f"{fact.pairs:.1%}",
+        )
+        for layer, fact in farthest(layers)
+    ]
+    by_layer = [
+        (
+            str(layer),
+            f"{max(fact.content for fact in facts):.3g}",
+            f"{sum(fact.pairs for fact in facts) / len(facts):.1%}",
+        )
+        for layer, facts in enumerate(layers)
+    ]
+    intro = (
+        f"{measured.name}: {len(layers)} layers of {len(layers[0])} heads, measured on {measured.length:,} tokens of "
+        f"{measured.text}, tolerance {tolerance_of(command):.2g}; each head in the layer where it reaches farthest"
+    )
+    key = (
+        "|q|, |k|  largest norm of a query and of a key in the text",
+        "content   by how much a content score can exceed that of the query's own key, by those norms",
+        *_KEY,
+    )
+    tables = [
+        align(("head", "layer", "slope", "|q|", "|k|", "content", "reach", "of keys", "of pairs"), by_head),
+        align(("layer", "content, largest", "of pairs, all heads"), by_layer),
+    ]
+    return _described(intro, tables, [fact for facts in layers for fact in facts], key)
 
 
 def _distance(value: float) -> str:

@@ -4,15 +4,16 @@
 import io
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .config import InspectCommand
 from .extras import need
 from .heads import HeadFacts
+from .positions import SCHEMES
 from .results import Results, Row
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart, a lighter shade of each for dark pages, and a
@@ -24,12 +25,15 @@ _LOOKS = {
     "learned": ("#009E73", "#2FC79B", "^"),
     "none": ("#7F7F7F", "#A8ADB8", "v"),
 }
+_DASHES = ((0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (9, 2)))
+"""Of schemes that run the weights of another, whose looks they have, in their order."""
 _OTHER_LOOKS = (
     *(("#E69F00", "#F3BC3F", "P"), ("#56B4E9", "#9AD4F5", "X"), ("#A6761D", "#D1A24A", "<")),
     *(("#5B4FA3", "#A79BEA", ">"), ("#B22222", "#F07178", "p"), ("#B5B000", "#F0E442", "h")),
 )
 INK, QUIET = "#1f2430", "#8a8f9c"
 _DPI = 160
+_MOST_CURVES = 64
 IMAGES: dict[str, dict[str, None]] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 """What a picture can be written as, without the stamps that matplotlib adds: same figure, same bytes."""
 
@@ -148,16 +152,25 @@ def _octaves(longest: int) -> tuple[int, ...]:
     return tuple(2**power for power in range(longest.bit_length()) if 2**power <= longest)
 
 
-def _looks(results: Results, theme: Theme) -> list[tuple[Row, str, str]]:
-    """Each row with its colour and marker; schemes without looks of their own take them in turn."""
-    others = itertools.cycle(_OTHER_LOOKS)
-    looks = ((row, _LOOKS.get(row.scheme) or next(others)) for row in results.table_rows())
-    return [(row, dark if theme.dark else light, marker) for row, (light, dark, marker) in looks]
+def _looks(results: Results, theme: Theme) -> list[tuple[Row, dict[str, Any]]]:
+    """Each row with its colour, marker and dashes; trained schemes without looks of their own take them in turn."""
+    others, looks, followers = itertools.cycle(_OTHER_LOOKS), dict(_LOOKS), Counter[str]()
+    found: list[tuple[Row, dict[str, Any]]] = []
+    for row in results.table_rows():
+        base = SCHEMES[row.scheme].trained_as
+        if (base or row.scheme) not in looks:
+            looks[base or row.scheme] = next(others)
+        light, dark, marker = looks[base or row.scheme]
+        dashes = "-" if base is None else _DASHES[followers[base] % len(_DASHES)]
+        if base is not None:
+            followers[base] += 1
+        found.append((row, {"color": dark if theme.dark else light, "marker": marker, "linestyle": dashes}))
+    return found
 
 
 def _draw_by_length(ax: Any, results: Results, theme: Theme) -> None:
     rows = _looks(results, theme)
-    for number, (row, colour, marker) in enumerate(rows):
+    for number, (row, look) in enumerate(rows):
         found = [(cell.length, cell.bits) for cell in row.cells if cell.bits is not None]
         # Beside one another, so that equal losses do not hide each other.
         beside = 2 ** (0.06 * (number - (len(rows) - 1) / 2))
@@ -166,7 +179,7 @@ def _draw_by_length(ax: Any, results: Results, theme: Theme) -> None:
             [0.0 if bits.low is None else bits.mean - bits.low for _, bits in found],
             [0.0 if bits.high is None else bits.high - bits.mean for _, bits in found],
         )
-        style = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 2, "capsize": 3, "label": row.label}
+        style = {**look, "markersize": 5, "linewidth": 2, "capsize": 3, "label": row.label}
         ax.errorbar([length * beside for length, _ in found], means, yerr=spread if found else None, zorder=3, **style)
     label(ax, "Loss by length of the test window", "window, bytes", "bits per byte", theme)
     _length_axis(ax, results.lengths, results.trained_length, theme)
@@ -174,61 +187,67 @@ def _draw_by_length(ax: Any, results: Results, theme: Theme) -> None:
 
 def _draw_by_place(ax: Any, results: Results, theme: Theme) -> None:
     rows = _looks(results, theme)
-    for number, (row, colour, _) in enumerate(rows):
+    for number, (row, look) in enumerate(rows):
         curve = row.by_place()
         x = [((bin["first"] + 1) * (bin["last"] + 1)) ** 0.5 for bin in curve]
         # Each curve is narrower than those before it, so that one below another shows at its rims.
         width = 1.5 + 2.5 * (len(rows) - 1 - number) / max(1, len(rows) - 1)
-        ax.plot(x, [bin["bits"] for bin in curve], color=colour, linewidth=width, label=row.label, zorder=3)
+        style = {**look, "marker": None, "linewidth": width, "label": row.label}
+        ax.plot(x, [bin["bits"] for bin in curve], zorder=3, **style)
     label(ax, "Loss by place in the window", "place, counted from 1", "bits per byte", theme)
     _length_axis(ax, _octaves(results.lengths[-1]), results.trained_length, theme)
 
 
-def draw_heads(command: InspectCommand, facts: list[HeadFacts]) -> bytes:
-    """Return a PNG: the weight of a key by distance for each head, and how much of the text each head reaches."""
+def draw_heads(facts: Sequence[HeadFacts], length: int, kind: str = "png") -> bytes:
+    """Return an image: the weight of a key by distance for each head, and how much of the text each head reaches."""
     figure, (decay, share) = new_figure(12.0, 4.6, 2)
     palette = need("matplotlib").colormaps["viridis"]
-    shades = [palette(0.05 + 0.85 * rank / max(1, len(facts) - 1)) for rank in range(len(facts))]
-    slopes = sorted((fact.slope for fact in facts), reverse=True)
-    for fact in facts:
-        _draw_decay(decay, command, fact, shades[slopes.index(fact.slope)])
+    steepest = sorted(facts, key=lambda fact: -fact.slope)
+    drawn = steepest[:: math.ceil(len(steepest) / _MOST_CURVES)]
+    for rank, fact in enumerate(drawn):
+        _draw_decay(decay, fact, length, palette(0.05 + 0.85 * rank / max(1, len(drawn) - 1)))
     label(decay, "Weight of a key, relative to the query's own", "distance, tokens", "")
     decay.set_xscale("symlog", base=2, linthresh=1)
     decay.set_yscale("log")
-    decay.set_ylim(1e-12, 3 * math.exp(min(command.content, 600.0)))
-    _decorate_decay(decay, command)
-    reached = [100 * fact.keys for fact in facts]
+    decay.set_ylim(1e-12, 3 * math.exp(min(max(fact.content for fact in facts), 600.0)))
+    _decorate_decay(decay, length, len(drawn), len(facts))
     places = np.arange(len(facts))
-    pairs = [100 * fact.pairs for fact in facts]
-    share.bar(places - 0.2, reached, color="#b9c0cf", width=0.4, label="of the keys of the last query")
-    share.bar(places + 0.2, pairs, color="#0072B2", width=0.4, label="of all causal pairs")
-    label(share, f"Within reach, of {command.length:,} tokens", "head", "percent")
+    share.bar(
+        places - 0.2, [100 * fact.keys for fact in facts], color="#b9c0cf", width=0.4, label="of the last query's keys"
+    )
+    share.bar(places + 0.2, [100 * fact.pairs for fact in facts], color="#0072B2", width=0.4, label="of all pairs")
+    label(share, f"Within reach, of {length:,} tokens", "head", "percent")
     share.set_ylim(0, 119)
     share.set_yticks(range(0, 101, 20))
     share.legend(frameon=False, fontsize=9, labelcolor=INK, loc="upper left")
     share.set_xticks(places[:: max(1, len(facts) // 8)])
-    return to_png(figure)
+    return to_image(figure, kind)
 
 
-def _draw_decay(ax: Any, command: InspectCommand, fact: HeadFacts, colour: Any) -> None:
-    distances = np.unique(np.round(np.geomspace(1, command.length, 200)))
+def _draw_decay(ax: Any, fact: HeadFacts, length: int, colour: Any) -> None:
+    distances = np.unique(np.round(np.geomspace(1, length, 200)))
     distances = np.concatenate(([0.0], distances))
-    ax.plot(distances, _weight(command, fact.slope * distances), color=colour, linewidth=1.8)
-    if fact.reach < command.length:
-        height = _weight(command, np.array([fact.slope * fact.reach]))
+    ax.plot(distances, _weight(fact, distances), color=colour, linewidth=1.8)
+    if fact.reach < length:
+        height = _weight(fact, np.array([fact.reach]))
         ax.plot([fact.reach], height, marker="o", markersize=5, color=colour, markeredgecolor="white")
 
 
-def _weight(command: InspectCommand, bias: Any) -> Any:
+def _weight(fact: HeadFacts, distances: Any) -> Any:
     # Plots end where doubles do; beyond e^600 a bound says nothing about anyone's model.
-    return np.exp(np.minimum(command.content - bias, 600.0))
+    return np.exp(np.minimum(fact.content - fact.slope * distances, 600.0))
 
 
-def _decorate_decay(ax: Any, command: InspectCommand) -> None:
-    powers = range(0, command.length.bit_length(), 2)
+def _decorate_decay(ax: Any, length: int, drawn: int, heads: int) -> None:
+    powers = range(0, length.bit_length(), 2)
     ax.set_xticks([0, *(2**power for power in powers)], ["0", *(f"{2**power:,}" for power in powers)])
     ax.minorticks_off()
-    ax.set_xlim(0, command.length)
+    ax.set_xlim(0, length)
+    some = "" if drawn == heads else f"; {drawn} of {heads:,} heads"
     ax.annotate(
-        "dot: reach of the head; steep heads dark", (0.02, 0.03), xycoords="axes fraction", fontsize=8, color=QUIET
+        f"dot: reach of the head; steep heads dark{some}",
+        (0.02, 0.03),
+        xycoords="axes fraction",
+        fontsize=8,
+        color=QUIET,
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What results say, in words: every sentence is computed from the numbers it states."""
 
+from .positions import rule_change
 from .results import Cell, Estimate, Results, Row
 
 
@@ -39,6 +40,7 @@ def remarks(results: Results) -> list[str]:
         for row in results.table_rows()
         for reason, cells in _refusals(row)
     ]
+    found += changed_rules(results)
     found.append(early_token_effect(results))
     return [each for each in found if each]
 
@@ -61,6 +63,12 @@ def _refusals(row: Row) -> list[tuple[str, list[Cell]]]:
         if cell.why_not is not None and row.diverged is None:
             grouped.setdefault(cell.why_not, []).append(cell)
     return list(grouped.items())
+
+
+def changed_rules(results: Results) -> list[str]:
+    """Say which rows run trained weights with another rule than that of their training, and what it changes."""
+    told = (rule_change(row.scheme, results.trained_length) for row in results.table_rows())
+    return [change for change in told if change is not None]
 
 
 def early_token_effect(results: Results) -> str | None:

@@ -60,6 +60,11 @@ class Row:
         return SCHEMES[self.scheme].label
 
     @property
+    def trained(self) -> bool:
+        """Whether it is a scheme that was trained, and not one that runs another's weights."""
+        return SCHEMES[self.scheme].trained_as is None
+
+    @property
     def absence(self) -> str:
         """What stands where a figure is missing."""
         return "cannot run" if self.diverged is None else "diverged"
@@ -105,8 +110,10 @@ class Results:
         return next((row for row in self.rows if row.scheme == scheme), None)
 
     def table_rows(self) -> tuple[Row, ...]:
-        """Return the rows of schemes that were trained; the others only help to explain these."""
-        return tuple(row for row in self.rows if SCHEMES[row.scheme].trained_as is None)
+        """Return the rows of what was trained or tried at every length; the others only help to explain these."""
+        return tuple(
+            row for row in self.rows if row.trained or self.lengths == tuple(cell.length for cell in row.cells)
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything in types that JSON knows."""

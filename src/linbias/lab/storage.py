@@ -4,7 +4,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -20,14 +21,17 @@ from .extras import need
 _PRESENTATION = {
     "cli.py",
     "lab/exports.py",
-    "lab/page.py",
     "lab/plots.py",
     "lab/heads.py",
+    "lab/measure.py",
     "lab/doctor.py",
     "lab/tasks.py",
     "lab/progress.py",
     "lab/remarks.py",
     "lab/tables.py",
+    "lab/mpt.py",
+    *(f"lab/evaluations/{name}.py" for name in ("attention", "commands", "folder", "numerics", "of_folder")),
+    *(f"lab/evaluations/{name}.py" for name in ("retrieval_show", "streaming")),
 }
 """Source files, relative to the package, that decide how results look and not what they are."""
 _BENCH = "lab/bench/"
@@ -46,16 +50,24 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     Raises: OSError that names `path`, whichever file the system stumbled over.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with _naming(path.parent, "cannot make the folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
+    with _naming(path, "cannot write"):
         try:
             write(temporary)
             _flush_to_disk(temporary)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _naming(path: Path, failed: str) -> Generator[None]:
+    """Errors of the system name `path` and not the temporary file, or none at all."""
+    try:
+        yield
     except OSError as error:
-        raise type(error)(error.errno, f"cannot write: {error.strerror or error}", str(path)) from error
+        raise type(error)(error.errno, f"{failed}: {error.strerror or error}", str(path)) from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -91,13 +103,16 @@ def load_tensors(path: Path, remedy: str = "") -> tuple[dict[str, Tensor], dict[
     """
     if not path.is_file():
         raise CheckpointError(f"checkpoint must be an existing file, got {str(path)!r}, which is not one")
-    safetensors = need("safetensors")
+    safetensors, torch_format = need("safetensors"), need("safetensors.torch")
+    # Read by us, because safetensors opens no path that is not UTF-8.
+    content = path.read_bytes()
     try:
-        with safetensors.safe_open(path, framework="pt", device="cpu") as file:
-            about = json.loads((file.metadata() or {})["linbias"])
-            if not isinstance(about, dict):
-                raise ValueError(f"what it says of itself is a {type(about).__name__}")
-            return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
+        tensors = torch_format.load(content)
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        about = json.loads(header["__metadata__"]["linbias"])
+        if not isinstance(about, dict):
+            raise ValueError(f"what it says of itself is a {type(about).__name__}")
+        return tensors, about
     # A file is what someone made it: its JSON may nest deeper than Python reads, its tensors be of types torch lacks.
     except (safetensors.SafetensorError, LookupError, TypeError, ValueError, RecursionError, RuntimeError) as error:
         raise CheckpointError(

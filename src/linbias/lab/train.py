@@ -8,8 +8,8 @@ with the bits of one that was not, given the same machine and number of threads.
 
 import json
 import math
-import os
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from .storage import CheckpointError, digest_of_facts, load_tensors, save_tensor
 KIND = "linbias decoder"
 ANEW = "; delete it to start over"
 """What to do about a damaged file of our own making."""
+_BYTES_A_PARAMETER = 20
+"""Weight, gradient, two moments, and what the update of them takes."""
 _ABSURD = 1000.0
 """Bits per byte, of 8 that even guessing costs, from which a loss is called divergence."""
 _CURVE_POINTS = 10
@@ -59,6 +61,11 @@ class Run:
             text=[self.corpus.train.digest, self.corpus.validation.digest],
             device=torch.device(self.device).type,
         )
+
+    def loss(self, model: ByteDecoder, text: Tensor, step: int) -> Tensor:
+        """Return what update `step` makes smaller, in nats: the mean loss of its passages' bytes."""
+        tokens = passages(text, self.train, step)
+        return model.nats(tokens[:, :-1], tokens[:, 1:]).mean()
 
     def checkpoint(self, folder: Path) -> Path:
         """Return where the trained model is kept below `folder`."""
@@ -173,8 +180,7 @@ class Trainer:
         config = self.run.train
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(config, self.step)
-        tokens = passages(self._text, config, self.step)
-        loss = self._model.nats(tokens[:, :-1], tokens[:, 1:]).mean()
+        loss = self.run.loss(self._model, self._text, self.step)
         self._optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.clip)
@@ -265,17 +271,28 @@ class Trainer:
 
 
 def _require_memory(run: Run) -> None:
-    """Raise ConfigError if weights, gradients and moments alone exceed this machine's memory."""
-    if torch.device(run.device).type != "cpu" or not hasattr(os, "sysconf"):
+    """Raise ConfigError if weights, gradients and moments leave less than half of the free memory to all the rest."""
+    free = _free_memory()
+    if free is None or torch.device(run.device).type != "cpu":
         return
     with torch.device("meta"):
-        needed = 16 * count_parameters(build_decoder(run.model, run.scheme, run.train.length, run.train.seed))
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there:
+        needed = _BYTES_A_PARAMETER * count_parameters(
+            build_decoder(run.model, run.scheme, run.train.length, run.train.seed)
+        )
+    if needed > free / 2:
         raise ConfigError(
             f"width and layers must leave room in memory: training needs {needed / 2**30:,.1f} GiB beside what a "
-            f"batch takes, and this machine has {there / 2**30:,.1f}"
+            f"batch takes, which may be as much, and {free / 2**30:,.1f} are free"
         )
+
+
+def _free_memory() -> int | None:
+    """Bytes that a process can have without another losing its own, None where the system does not say."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    return None
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -361,8 +378,11 @@ def _require_fit(trained: Trained) -> None:
     """Raise ValueError unless names and shapes of the weights are those of the model that the checkpoint describes."""
     if trained.scheme not in SCHEMES or SCHEMES[trained.scheme].trained_as is not None:
         raise ValueError(f"scheme must be one that is trained, got {trained.scheme!r:.200}")
-    if not trained.about["curve"]:
-        raise ValueError("curve must have a point")
+    numbers = [trained.about["seconds"], *(number for point in trained.about["curve"] for number in point)]
+    if not trained.about["curve"] or not all(map(math.isfinite, numbers)):
+        raise ValueError("curve and seconds must be finite numbers, one point or more")
+    if not isinstance(trained.about["fingerprint"], str):
+        raise ValueError(f"fingerprint must be text, got {trained.about['fingerprint']!r:.200}")
     with torch.device("meta"):
         decoder = build_decoder(trained.model, trained.scheme, trained.length, seed=0)
     wanted = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}

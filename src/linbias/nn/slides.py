@@ -81,13 +81,21 @@ class CromaAttention(_Shared):
             x, context: (B, N, dim), on the same grid.
             positions: (N, 2) or (B, N, 2), such as `linbias.grid_positions`; may be given as
                 ``relative_position_bias``, which is where the published model passes its bias.
+
+        Raises:
+            TypeError: another number of tensors.
         """
-        *context, positions = places if relative_position_bias is None else (*places, relative_position_bias)
+        own = hasattr(self, "to_qkv")
+        given = (x, *places) if relative_position_bias is None else (x, *places, relative_position_bias)
+        if len(given) != (2 if own else 3):
+            wanted = "x and positions" if own else "x, context and positions"
+            raise TypeError(f"this attention takes {wanted}, got {len(given)} tensors")
+        positions = given[-1]
         x = self.input_norm(x)
-        if hasattr(self, "to_qkv"):
+        if own:
             qkv = self.to_qkv(x).chunk(3, dim=-1)
         else:
-            (other,) = map(self.input_norm, context)
+            other = self.input_norm(given[1])
             qkv = (self.to_q(x), self.to_k(other), self.to_v(other))
         query, key, value = map(self._split, qkv)
         slopes = alibi_slopes(self.num_heads, rule="geometric", device=x.device)
@@ -121,7 +129,13 @@ class TitanAttention(_Shared):
         Args:
             bg_mask: bool, (B, ...) with N tiles an item, True = tissue. It counts where B > 1: of one slide, the model
                 has already left the background out.
+
+        Raises:
+            TypeError: a dense bias, or a mask that is not bool.
         """
+        if not isinstance(attn_bias, TilePoints):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"attn_bias must be tile_points(width, height), got {type(attn_bias).__name__}")
+        _check_tissue(bg_mask)
         query, key, value = map(self._split, self.qkv(x).chunk(3, dim=-1))
         real = None
         if bg_mask is not None and len(x) > 1:
@@ -151,7 +165,8 @@ class TilePoints:
 
 
 def tile_points(width: int, height: int, bg_mask: Tensor | None = None) -> TilePoints:
-    """The points of a grid's tiles, or of those that ``bg_mask``, (1, width, height), calls tissue."""
+    """The points of a grid's tiles, or of those that ``bg_mask``, bool (1, width, height), calls tissue."""
+    _check_tissue(bg_mask)
     device = None if bg_mask is None else bg_mask.device
     points = grid_positions(int(width), int(height), device=device)
     if bg_mask is not None:
@@ -218,7 +233,7 @@ def use_in_croma(model: nn.Module, *, side: int | None = None) -> nn.Module:
         ValueError: a model without ``attn_bias`` or without attention of CROMA's.
     """
     bias = getattr(model, "attn_bias", None)
-    found = _published(model, {"to_out", "input_norm", "dropout"})
+    found = _published(model, {"to_out", "input_norm", "dropout"}, CromaAttention)
     if not isinstance(bias, Tensor) or not found:
         raise ValueError(f"model must have attn_bias and attention as CROMA has, got {type(model).__name__}")
     side = round(bias.shape[-1] ** 0.5) if side is None else check_count("side", side)
@@ -239,7 +254,7 @@ def use_in_titan(model: nn.Module) -> nn.Module:
         ValueError: an encoder that is not built as TITAN's, or whose ``pos_encode_type`` is not "alibi".
     """
     encoder: Any = getattr(model, "vision_encoder", model)
-    found = _published(encoder, {"qkv", "q_norm", "k_norm", "proj", "proj_drop"})
+    found = _published(encoder, {"qkv", "q_norm", "k_norm", "proj", "proj_drop"}, TitanAttention)
     if not found or not hasattr(encoder, "get_alibi") or getattr(encoder, "pos_encode_type", None) != "alibi":
         raise ValueError(
             f"model must be TITAN's vision encoder with pos_encode_type 'alibi', got {type(encoder).__name__} "
@@ -261,7 +276,7 @@ def use_in_moozy(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: a model without MOOZY's blocks.
     """
-    found = _published(model, {"q_proj", "k_proj", "v_proj", "out_proj", "pos_bias", "fc1", "fc2"})
+    found = _published(model, {"q_proj", "k_proj", "v_proj", "out_proj", "pos_bias", "fc1", "fc2"}, MoozyBlock)
     if not found:
         raise ValueError(f"model must have blocks as MOOZY's slide encoder has, got {type(model).__name__}")
     for name, block in found:
@@ -270,13 +285,23 @@ def use_in_moozy(model: nn.Module) -> nn.Module:
     return model
 
 
-def _published(model: nn.Module, children: set[str]) -> list[tuple[str, Any]]:
-    """The modules with these children, and which are not ours already."""
+def _published(model: nn.Module, children: set[str], ours: type[nn.Module]) -> list[tuple[str, Any]]:
+    """The modules with these children.
+
+    Raises:
+        ValueError: they are ours already.
+    """
+    if any(isinstance(module, ours) for module in model.modules()):
+        raise ValueError(f"model has {ours.__name__} already: {type(model).__name__} was changed before")
     return [
-        (name, module)
-        for name, module in model.named_modules()
-        if children <= dict(module.named_children()).keys() and not isinstance(module, _Shared)
+        (name, module) for name, module in model.named_modules() if children <= dict(module.named_children()).keys()
     ]
+
+
+def _check_tissue(mask: Tensor | None) -> None:
+    # Numbers would pick the tiles of these numbers.
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError(f"bg_mask must be bool, True = tissue, got {mask.dtype}: pass bg_mask.bool()")
 
 
 def _check_width(dim: int, num_heads: int) -> None:
