@@ -204,7 +204,9 @@ def test_report_writes_four_files_and_no_others(results, tmp_path):
     assert json.loads((tmp_path / "out" / "results.json").read_text())["scored"] == 256
 
 
-def test_a_narrower_run_never_replaces_a_larger_report(results, tmp_path):
+def test_a_narrower_run_never_replaces_a_larger_report(results, tmp_path, monkeypatch):
+    monkeypatch.setattr("linbias.lab.exports.draw_comparison", lambda results: PNG)
+    monkeypatch.setattr("linbias.lab.exports.draw_panels", lambda results, theme: (PNG, PNG))
     write_exports(results, tmp_path)
     whole = (tmp_path / "report.html").read_text()
     narrower = [
