@@ -4,6 +4,10 @@
 from .results import Cell, Estimate, Results, Row
 
 
+_EVEN = 8.0
+"""Bits per byte if all 256 bytes are thought equally likely."""
+
+
 def headline(results: Results) -> str:
     """Return the outcome in a sentence or two: figures first, changes beside them."""
     first, last = results.lengths[0], results.lengths[-1]
@@ -34,6 +38,12 @@ def remarks(results: Results) -> list[str]:
     """Return the sentences below the table."""
     found = [headline(results), results.corpus.get("remark"), _one_rate(results)]
     found += [f"{row.label}: {row.diverged}." for row in results.table_rows() if row.diverged]
+    found += [
+        f"{row.label}: its validation loss ended at {row.curve[-1][2]:.3f} bits per byte, above the {_EVEN:g} that even "
+        "guessing costs: it learned nothing, and a lower learning rate may help."
+        for row in results.table_rows()
+        if row.diverged is None and row.curve[-1][2] > _EVEN
+    ]
     found += [
         f"{row.label}: cannot run at {', '.join(f'{cell.length:,}' for cell in cells)} bytes, because {reason}."
         for row in results.table_rows()
