@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TextIO, Union, cast
 
@@ -21,11 +22,13 @@ from .lab.config import (
     CompareCommand,
     ConfigError,
     DoctorCommand,
-    EvaluateCommand,
     InspectCommand,
     TrainCommand,
 )
 from .lab.data import DataError, printable
+from .lab.evaluations.commands import EVALUATIONS
+from .lab.evaluations.config import EvaluateCommand
+from .lab.evaluations.of_folder import evaluate_folder
 from .lab.exports import results_text, set_aside, write_exports
 from .lab.extras import MissingExtra, need
 from .lab.heads import LENGTH, farthest, heads_table, inspect_heads, layers_of, measured_table
@@ -149,6 +152,9 @@ def _train(command: TrainCommand) -> None:
 
 
 def _evaluate(command: EvaluateCommand) -> None:
+    if command.model is not None:
+        _report(*evaluate_folder(command))
+        return
     found = evaluate_checkpoint(command)
     files = [] if command.json is None else [command.json]
     for path in files:
@@ -197,6 +203,10 @@ def _bench(command: BenchCommand) -> None:
     _report(describe_bench(record), files)
 
 
+def _answer(run: Callable[[Any], tuple[str, list[Path]]], command: Any) -> None:
+    _report(*run(command))
+
+
 def _report(text: str, written: Sequence[Path]) -> None:
     """Print a text and the files that were written before it."""
     files = [f"\n\nwritten: {', '.join(map(printable, written))}"] if written else []
@@ -210,6 +220,7 @@ _COMMANDS = {
     "inspect": InspectCommand,
     "doctor": DoctorCommand,
     "bench": BenchCommand,
+    **{name: kind for name, (kind, _) in EVALUATIONS.items()},
 }
 _RUN: dict[type, Callable[[Any], None]] = {
     CompareCommand: _compare,
@@ -218,6 +229,7 @@ _RUN: dict[type, Callable[[Any], None]] = {
     InspectCommand: _inspect,
     DoctorCommand: _doctor,
     BenchCommand: _bench,
+    **{kind: partial(_answer, run) for kind, run in EVALUATIONS.values()},
 }
 
 if __name__ == "__main__":

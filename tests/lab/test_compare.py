@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import csv
 import itertools
 import json
 import os
@@ -9,16 +10,18 @@ import sys
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from linbias.lab import compare as compare_module
 from linbias.lab import tasks
 from linbias.lab.compare import Comparison, compare
-from linbias.lab.config import ALL_SCHEMES, CompareCommand, ConfigError, EvaluateConfig
+from linbias.lab.config import USUAL_SCHEMES, USUAL_TESTS, CompareCommand, ConfigError, EvaluateConfig
 from linbias.lab.data import DataError
 from linbias.lab.exports import results_text, write_exports
 from linbias.lab.progress import Interrupted
+from linbias.lab.remarks import remarks
 from linbias.lab.train import Trainer
 from tests.lab.small import MODEL, TRAIN
 
@@ -43,9 +46,17 @@ def numbers(results):
 def test_every_scheme_is_tested_at_every_length_it_can(command):
     found = compare(command)
     assert (found.scored, found.segments, found.lengths) == (160, 4, (8, 16, 40))
-    assert [row.scheme for row in found.rows] == ["alibi", "alibi-window", "sinusoidal", "learned", "rope", "none"]
+    assert [row.scheme for row in found.rows] == [
+        *("alibi", "alibi-window", "sinusoidal", "learned", "rope", *USUAL_TESTS, "none")
+    ]
     ran = {row.scheme: [cell.length for cell in row.cells if cell.bits] for row in found.rows}
-    assert ran == {scheme: [8, 16, 40] for scheme in ALL_SCHEMES} | {"learned": [8], "alibi-window": [40]}
+    whole = {scheme: [8, 16, 40] for scheme in (*USUAL_SCHEMES, *USUAL_TESTS)}
+    assert ran == whole | {"learned": [8], "alibi-window": [40]}
+    assert "alibi-window" not in [row.scheme for row in found.table_rows()]
+    assert found.row("rope-yarn").cells[0] == found.row("rope").cells[0]
+    assert found.row("rope-yarn").cells[2].bits != found.row("rope").cells[2].bits
+    (said,) = [remark for remark in remarks(found) if remark.startswith("RoPE, YaRN: not trained")]
+    assert "the weights of RoPE, and beyond 8 bytes slow angles interpolated" in said
     refusals = [cell.why_not for cell in found.row("learned").cells]
     assert refusals == [None, *["its table ends at the training length, 8"] * 2]
     assert all(3 < cell.bits.mean < 9 for row in found.rows for cell in row.cells if cell.bits)
@@ -101,7 +112,7 @@ def test_impossible_plans_fail_before_anything_runs(command):
 
 
 def test_a_scheme_that_diverges_stops_alone_and_is_not_tried_again(command, monkeypatch, capsys):
-    command = replace(command, schemes=("none", "rope", "alibi"))
+    command = replace(command, schemes=("none", "rope", "alibi"), test_schemes=())
     healthy = compare(replace(command, out=command.out / "healthy"))
     original, updates = Trainer.update, []
 
@@ -127,6 +138,44 @@ def test_a_scheme_that_diverges_stops_alone_and_is_not_tried_again(command, monk
     assert updates.count("rope") == 4
 
 
+def test_each_seed_is_a_training_and_intervals_over_seeds_stand_apart(command):
+    command = replace(command, schemes=("alibi", "rope"), test_schemes=("rope-ntk",), seeds=(1, 5, 6))
+    found = compare(command)
+    alone = [compare(replace(command, seeds=(seed,))) for seed in (1, 5, 6)]
+    for row in found.rows:
+        assert row.seeds == (1, 5, 6)
+        for cell in row.cells:
+            single = [one.row(row.scheme).cell(cell.length) for one in alone]
+            means = [each.bits.mean for each in single]
+            assert cell.bits.mean == pytest.approx(sum(means) / 3, abs=1e-6)
+            # Student's t of two degrees of freedom, on three means.
+            half = 4.303 * np.std(means, ddof=1) / 3**0.5
+            assert cell.seeds.high - cell.seeds.mean == pytest.approx(half, rel=1e-4)
+            assert all(each.seeds is None for each in single)
+    assert "means over 3 seeds" in found.method and "trained once" in alone[0].method
+    assert any("each of the seeds 1, 5, 6" in remark for remark in remarks(found))
+    assert "± over seeds" in results_text(found) and "± over seeds" not in results_text(alone[0])
+    page, _, table, _ = write_exports(found, command.out / "report")
+    assert "over seeds" in page.read_text(encoding="utf-8")
+    lines = list(csv.DictReader(table.read_text().splitlines()))
+    assert float(lines[0]["seeds_low"]) == found.rows[0].cells[0].seeds.low
+
+
+def test_a_seed_that_diverges_is_left_out_and_named(command, monkeypatch):
+    command = replace(command, schemes=("alibi",), test_schemes=(), seeds=(1, 5))
+    original = Trainer.update
+
+    def update(self):
+        if self.run.train.seed == 5 and self.step == 3:
+            next(self.decoder.parameters()).data.fill_(torch.nan)
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "update", update)
+    found = compare(command)
+    assert found.row("alibi").seeds == (1,) and found.row("alibi").diverged is None
+    assert any(remark.startswith("ALiBi, seed 5, left out: training diverged") for remark in remarks(found))
+
+
 def test_data_that_changes_during_a_comparison_ends_it(command, text_file):
     (task,) = Comparison(replace(command, schemes=("none",))).tasks()[:1]
     text_file.write_text("another text " * 500)
@@ -145,10 +194,15 @@ def test_processes_are_as_many_as_cores_and_schemes_allow(command, monkeypatch):
 
 
 def test_training_comes_first_and_the_longest_tests_soonest(command):
-    names = [task.name for task in Comparison(replace(command, schemes=("rope", "learned"))).tasks()]
+    names = [
+        task.name
+        for task in Comparison(replace(command, schemes=("rope", "learned"), test_schemes=("rope-yarn",))).tasks()
+    ]
     assert names == [
         "train rope",
         "train learned",
+        "test rope-yarn at 40",
+        "test rope-yarn at 16",
         "test rope at 40",
         "test rope at 16",
         "test rope at 8",

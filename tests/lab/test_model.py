@@ -7,7 +7,7 @@ from linbias.lab.model import build_decoder, count_parameters
 from tests.lab.small import MODEL
 
 
-def test_case_l6_only_a_learned_table_adds_parameters():
+def test_case_l6_what_a_scheme_learns_is_all_it_adds():
     layers, width, length = MODEL.layers, MODEL.width, 16
     expected = 256 * width + layers * (12 * width**2 + 2 * width) + width
     counts = {scheme: count_parameters(build_decoder(MODEL, scheme, length, seed=1)) for scheme in ALL_SCHEMES}
@@ -17,6 +17,10 @@ def test_case_l6_only_a_learned_table_adds_parameters():
         "rope": expected,
         "none": expected,
         "learned": expected + length * width,
+        "t5": expected + 32 * MODEL.heads,
+        "kerple": expected + 2 * MODEL.heads,
+        "alibi-learned": expected + MODEL.heads,
+        "alibi-half": expected,
     }
 
 

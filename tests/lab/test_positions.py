@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from linbias.lab.config import ALL_SCHEMES, ModelConfig
+from linbias.lab.config import ALL_SCHEMES, TEST_SCHEMES, ModelConfig
 from linbias.lab.model import build_decoder
 from linbias.lab.positions import SCHEMES, Alibi, Learned, Positions, Rotary, Sinusoidal, why_not
 from tests.lab.small import MODEL
@@ -111,10 +111,24 @@ def test_every_scheme_but_none_tells_orders_apart(scheme):
 
 def test_only_the_learned_table_limits_the_length():
     for name in SCHEMES:
+        assert SCHEMES[name].name == name
         reason = why_not(name, MODEL, trained=16, length=17)
         assert (reason is not None) == (name == "learned")
         assert why_not(name, MODEL, trained=16, length=16) is None
     assert why_not("learned", MODEL, trained=1600, length=1601) == "its table ends at the training length, 1,600"
+
+
+@pytest.mark.parametrize("name", TEST_SCHEMES)
+def test_a_scheme_of_test_time_is_its_base_up_to_the_training_length_and_says_what_it_changes(name):
+    base = SCHEMES[name].trained_as
+    decoders = [build_decoder(MODEL, each, length=16, seed=3) for each in (name, base)]
+    decoders[0].load_state_dict(decoders[1].state_dict())
+    tokens = torch.randint(256, (2, 45))
+    found, expected = (decoder(tokens[:, :16]) for decoder in decoders)
+    torch.testing.assert_close(found, expected)
+    found, expected = (decoder(tokens) for decoder in decoders)
+    assert (found - expected).abs().max() > 1e-3
+    assert SCHEMES[name].change and base in ALL_SCHEMES
 
 
 @pytest.mark.parametrize("length", [1, 16, 17, 33])

@@ -2,11 +2,12 @@
 """The first experiment: train each positional scheme on short passages, test all of them on longer texts."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .config import AnyScheme, CompareCommand, TrainedScheme, command_line
@@ -14,7 +15,7 @@ from .data import Corpus, DataError, load_corpus, printable, require_bytes
 from .environment import machine, versions
 from .evaluate import Trial, load_scores, score, scored_bytes, testing_cost
 from .model import build_decoder, count_parameters
-from .positions import why_not
+from .positions import SCHEMES, why_not
 from .progress import Tell, notice
 from .results import Results, Row, make_cells
 from .tasks import Task, run_tasks, usable_cores
@@ -52,7 +53,7 @@ class Comparison:
         """How many processes; accelerators and their memory are not shared unless asked."""
         if self.command.workers is not None:
             return self.command.workers
-        return min(usable_cores(), len(self.command.schemes)) if self.device == "cpu" else 1
+        return min(usable_cores(), len(self.command.schemes) * len(self.seeds)) if self.device == "cpu" else 1
 
     @property
     def checkpoints(self) -> Path:
@@ -64,12 +65,17 @@ class Comparison:
         """Folder of losses per byte."""
         return self.command.out / "scores"
 
-    def run(self, scheme: TrainedScheme) -> Run:
-        """What is trained for `scheme`."""
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds that each scheme is trained with."""
+        return self.command.seeds or (self.command.train.seed,)
+
+    def run(self, scheme: TrainedScheme, seed: int) -> Run:
+        """What is trained for `scheme` with `seed`."""
         return Run(
             scheme=scheme,
             model=self.command.model,
-            train=self.command.train,
+            train=replace(self.command.train, seed=seed),
             corpus=self.corpus,
             device=self.device,
         )
@@ -79,10 +85,16 @@ class Comparison:
         tests: list[tuple[AnyScheme, int]] = [
             (scheme, length) for length in self.lengths if self.why_not(scheme, length) is None
         ]
-        longest = self.lengths[-1]
-        if scheme == "alibi" and longest > self.command.train.length:
-            tests.append(("alibi-window", longest))
+        beyond = [length for length in self.lengths if length > self.command.train.length]
+        stretched = self.stretched(scheme)
+        tests += [(name, length) for name in stretched for length in beyond]
+        if scheme == "alibi" and beyond and "alibi-window" not in stretched:
+            tests.append(("alibi-window", beyond[-1]))
         return tests
+
+    def stretched(self, scheme: TrainedScheme) -> list[AnyScheme]:
+        """Return the test-time schemes that the command names and that run with the weights of `scheme`."""
+        return [name for name in self.command.test_schemes if SCHEMES[name].trained_as == scheme]
 
     def why_not(self, scheme: TrainedScheme, length: int) -> str | None:
         """Return why `scheme` cannot be tested at `length`, None if it can."""
@@ -97,22 +109,26 @@ class Comparison:
 
     def tasks(self) -> list[Task]:
         """Return all tasks: training first, then tests, the longest first, so that no core idles at the end."""
+        several = len(self.seeds) > 1
+        named = {seed: f", seed {seed}" if several else "" for seed in self.seeds}
         trainings = [
             Task(
-                name=f"train {scheme}",
+                name=f"train {scheme}{named[seed]}",
                 cost=training_cost(self.command.model, self.command.train),
-                work=partial(_train, self.command, self.corpus.digest, scheme),
+                work=partial(_train, self.command, self.corpus.digest, scheme, seed),
             )
             for scheme in self.command.schemes
+            for seed in self.seeds
         ]
         tests = [
             Task(
-                name=f"test {name} at {length:,}",
+                name=f"test {name} at {length:,}{named[seed]}",
                 cost=testing_cost(self.command.model, length, self.scored, self.command.evaluate.stride),
-                after=f"train {scheme}",
-                work=partial(_test, self.command, self.corpus.digest, scheme, name, length),
+                after=f"train {scheme}{named[seed]}",
+                work=partial(_test, self.command, self.corpus.digest, (scheme, seed), name, length),
             )
             for scheme in self.command.schemes
+            for seed in self.seeds
             for name, length in reversed(self.trials(scheme))
         ]
         return trainings + tests
@@ -134,10 +150,10 @@ def _plan(command: CompareCommand, digest: str) -> Comparison:
     return plan
 
 
-def _train(command: CompareCommand, digest: str, scheme: TrainedScheme, tell: Tell) -> str | None:
+def _train(command: CompareCommand, digest: str, scheme: TrainedScheme, seed: int, tell: Tell) -> str | None:
     plan = _plan(command, digest)
     try:
-        train(plan.run(scheme), plan.checkpoints, tell)
+        train(plan.run(scheme, seed), plan.checkpoints, tell)
     except Diverged as how:
         tell(1.0, "diverged")
         return f"{scheme}: {how}"
@@ -145,19 +161,20 @@ def _train(command: CompareCommand, digest: str, scheme: TrainedScheme, tell: Te
 
 
 def _test(
-    command: CompareCommand, digest: str, trained: TrainedScheme, scheme: AnyScheme, length: int, tell: Tell
+    command: CompareCommand, digest: str, trained: tuple[TrainedScheme, int], scheme: AnyScheme, length: int, tell: Tell
 ) -> None:
     plan = _plan(command, digest)
-    if plan.run(trained).divergence(plan.checkpoints) is not None:
+    run = plan.run(*trained)
+    if run.divergence(plan.checkpoints) is not None:
         tell(1.0, "")
         return
-    trial = _trial(plan, trained, scheme, length)
+    trial = _trial(plan, run, scheme, length)
     score(trial, tell, trial.file(plan.scores))
 
 
-def _trial(plan: Comparison, trained: TrainedScheme, scheme: AnyScheme, length: int) -> Trial:
+def _trial(plan: Comparison, run: Run, scheme: AnyScheme, length: int) -> Trial:
     return Trial(
-        trained=load_checkpoint(plan.run(trained).checkpoint(plan.checkpoints), ANEW),
+        trained=load_checkpoint(run.checkpoint(plan.checkpoints), ANEW),
         scheme=scheme,
         text=plan.corpus.test,
         length=length,
@@ -188,24 +205,32 @@ def collect(plan: Comparison) -> Results:
 
 def _rows(plan: Comparison, trained: TrainedScheme, segments: int) -> list[Row]:
     """The row of a trained scheme, and one for each scheme that was run with its weights."""
-    run = plan.run(trained)
-    path = run.checkpoint(plan.checkpoints)
-    diverged = run.divergence(plan.checkpoints)
-    about: dict[str, Any] = {"seconds": 0.0, "curve": []} if diverged else load_checkpoint(path, ANEW).about
+    runs = {seed: plan.run(trained, seed) for seed in plan.seeds}
+    ends = {seed: run.divergence(plan.checkpoints) for seed, run in runs.items()}
+    alive = [runs[seed] for seed in plan.seeds if ends[seed] is None]
+    diverged = None if alive else ends[plan.seeds[0]]
+    paths = [run.checkpoint(plan.checkpoints) for run in alive]
+    about: dict[str, Any] = load_checkpoint(paths[0], ANEW).about if alive else {"seconds": 0.0, "curve": []}
     scores: dict[AnyScheme, dict[int, Tensor | str]] = {
         trained: {length: reason for length in plan.lengths if (reason := plan.why_not(trained, length))}
     }
     for scheme, length in plan.trials(trained):
-        found = diverged or load_scores(_trial(plan, trained, scheme, length).file(plan.scores))[0]
+        files = [_trial(plan, run, scheme, length).file(plan.scores) for run in alive]
+        found = diverged or torch.stack([load_scores(file)[0] for file in files])
         scores.setdefault(scheme, {})[length] = found
+    for scheme in plan.stretched(trained):
+        # Up to the training length they are the scheme itself.
+        scores[scheme] = {length: found for length, found in scores[trained].items()} | scores.get(scheme, {})
     return [
         Row(
             scheme=scheme,
             parameters=count_parameters(build_decoder(plan.command.model, scheme, plan.command.train.length, seed=0)),
             seconds=about["seconds"],
             curve=about["curve"],
-            checkpoint=None if diverged else path.name,
+            checkpoint=paths[0].name if alive else None,
             diverged=diverged,
+            seeds=tuple(run.train.seed for run in alive),
+            lost={seed: how for seed, how in ends.items() if how is not None and alive},
             cells=make_cells(found, segments, plan.command.evaluate.stride),
         )
         for scheme, found in scores.items()

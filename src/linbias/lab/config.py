@@ -5,7 +5,9 @@ import math
 import shlex
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from .positions import SCHEMES
 
 VOCABULARY = 256
 """Models read and predict bytes."""
@@ -17,14 +19,21 @@ _MOST_HEADS = 4096
 _MOST_WORKERS = 1024
 _INT64 = 2**63 - 1
 
-TrainedScheme = Literal["alibi", "sinusoidal", "learned", "rope", "none"]
-AnyScheme = Literal["alibi", "sinusoidal", "learned", "rope", "none", "alibi-window"]
+ALL_SCHEMES: tuple[str, ...] = tuple(name for name, scheme in SCHEMES.items() if scheme.trained_as is None)
+USUAL_SCHEMES: tuple[str, ...] = tuple(name for name in ALL_SCHEMES if SCHEMES[name].usual)
+TEST_SCHEMES: tuple[str, ...] = tuple(name for name, scheme in SCHEMES.items() if scheme.trained_as is not None)
+USUAL_TESTS: tuple[str, ...] = tuple(name for name in TEST_SCHEMES if SCHEMES[name].usual)
+if TYPE_CHECKING:
+    TrainedScheme = str
+    TestScheme = str
+    AnyScheme = str
+else:  # the command line shows and checks the names that SCHEMES has
+    TrainedScheme, TestScheme, AnyScheme = Literal[ALL_SCHEMES], Literal[TEST_SCHEMES], Literal[tuple(SCHEMES)]
 Split = Literal["train", "validation", "test"]
 BenchPart = Literal["forward", "training"]
 DtypeName = Literal["float16", "bfloat16", "float32", "float64"]
 
 ALL_PARTS: tuple[BenchPart, ...] = ("forward", "training")
-ALL_SCHEMES: tuple[TrainedScheme, ...] = ("alibi", "sinusoidal", "learned", "rope", "none")
 
 
 class ConfigError(ValueError):
@@ -186,7 +195,7 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Training:
+class TrainingCommand:
     """What every command that trains can be told."""
 
     data: Path | None = None
@@ -199,7 +208,7 @@ class _Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainCommand(_Training):
+class TrainCommand(TrainingCommand):
     """Train one model with one positional scheme and keep it as a checkpoint.
 
     Interrupt it whenever you like (Ctrl-C): the same command goes on where it stopped, and ends with the weights it
@@ -214,27 +223,7 @@ class TrainCommand(_Training):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateCommand:
-    """Test a trained checkpoint on text it has not seen, at lengths of your choice."""
-
-    checkpoint: Path
-    """A checkpoint written by train or compare."""
-    scheme: AnyScheme | None = None
-    """Run the weights with another scheme than they were trained with, where that is possible: alibi-window limits
-    ALiBi's attention to the training length."""
-    data: Path | None = None
-    """Text file or folder; if not given, the data that the checkpoint names, as long as no byte of it has changed."""
-    split: Split = "test"
-    """Which part of the data to score."""
-    json: Path | None = None
-    """Also write the result to this file."""
-    device: str = "auto"
-    """Where to compute: cpu, cuda, mps ...; auto takes CUDA if there is one."""
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompareCommand(_Training):
+class CompareCommand(TrainingCommand):
     """Train a model with each positional scheme on short passages, test all of them on texts up to 16 times longer.
 
     Everything but the scheme is the same: data, order of passages, first weights, budget, bytes scored. Writes a table,
@@ -242,12 +231,18 @@ class CompareCommand(_Training):
     same command goes on where it stopped. What has not changed since an earlier run is reused.
     """
 
-    schemes: tuple[TrainedScheme, ...] = ALL_SCHEMES
+    schemes: tuple[TrainedScheme, ...] = USUAL_SCHEMES
     """Which schemes to compare."""
+    test_schemes: tuple[TestScheme, ...] = USUAL_TESTS
+    """What else to run the trained weights with beyond the training length. Each changes a checkpoint's rule, and the
+    report says how; those whose scheme is not compared are left out."""
     out: Path = Path("linbias-compare")
     """Folder for the report, checkpoints and scores."""
+    seeds: tuple[int, ...] | None = None
+    """Train each scheme once with each of these; with train's seed alone if not given. Intervals over seeds and over
+    text stand apart."""
     workers: int | None = None
-    """Processes that work side by side; one per core, but no more than schemes, if not given. 1: all in this one."""
+    """Processes that work side by side; one per core, but no more than trainings, if not given. 1: all in this one."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
 
     def __post_init__(self) -> None:
@@ -255,8 +250,12 @@ class CompareCommand(_Training):
         at_most(_MOST_WORKERS, workers=self.workers)
         if not self.schemes:
             raise ConfigError(f"schemes must name at least one of {', '.join(ALL_SCHEMES)}")
-        if len(set(self.schemes)) < len(self.schemes):
-            raise ConfigError(f"schemes must not repeat, got {' '.join(self.schemes)}")
+        if self.seeds is not None and (not self.seeds or min(self.seeds) < 0):
+            raise ConfigError(f"seeds must be one or more whole numbers of at least 0, got {self.seeds}")
+        lists = {"schemes": self.schemes, "test_schemes": self.test_schemes, "seeds": self.seeds or ()}
+        for name, given in lists.items():
+            if len(set(given)) < len(given):
+                raise ConfigError(f"{name} must not repeat, got {' '.join(map(str, given))}")
 
 
 @dataclass(frozen=True, kw_only=True)

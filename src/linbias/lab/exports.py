@@ -18,13 +18,13 @@ from .heads import effective_context, slope_text
 from .plots import DARK, LIGHT, draw_comparison, draw_panels
 from .remarks import headline, interval, perplexity_text, remarks
 from .results import Cell, Results, Row
-from .statistics import METHOD
 from .storage import write_bytes, write_text
 from .tables import align, wrap
 
 _COLUMNS = (
     *("scheme", "trained_length", "length", "stride", "scored_bytes", "segments"),
     *("bits_per_byte", "low", "high", "perplexity", "change", "change_low", "change_high", "mean_context", "why_not"),
+    *("seeds", "seeds_low", "seeds_high", "seeds_change_low", "seeds_change_high"),
 )
 
 
@@ -70,7 +70,7 @@ def _covers(results: Results, file: Path) -> bool:
 def _experiment(found: dict[str, Any]) -> list[Any]:
     settings = found["settings"]
     splits = {name: facts["sha256"] for name, facts in found["corpus"]["splits"].items()}
-    return [settings["model"], settings["train"], splits, found["scored"], found["stride"]]
+    return [settings["model"], settings["train"], settings.get("seeds"), splits, found["scored"], found["stride"]]
 
 
 def _figures(found: dict[str, Any]) -> set[tuple[str, int]]:
@@ -86,7 +86,8 @@ def csv_table(results: Results) -> str:
     for row in results.rows:
         for cell in row.cells:
             context = (row.scheme, results.trained_length, cell.length, results.stride or cell.length)
-            writer.writerow((*context, results.scored, results.segments, *_numbers(cell), cell.why_not))
+            scored = (results.scored, results.segments, *_numbers(cell), cell.why_not)
+            writer.writerow((*context, *scored, *_over_seeds(row, cell)))
     return stream.getvalue()
 
 
@@ -98,6 +99,11 @@ def _numbers(cell: Cell) -> tuple[float | None, ...]:
         *((change.mean, change.low, change.high) if change else (None,) * 3),
         cell.mean_context,
     )
+
+
+def _over_seeds(row: Row, cell: Cell) -> tuple[float | None, ...]:
+    ends = ((each.low, each.high) if each else (None, None) for each in (cell.seeds, cell.seeds_change))
+    return (len(row.seeds), *itertools.chain(*ends))
 
 
 def results_text(results: Results) -> str:
@@ -114,12 +120,19 @@ def results_text(results: Results) -> str:
     parts = [
         wrap(f"Bits per byte by window length: {intro}"),
         align(header, bits),
+        *_seeds_table(results, header),
         "Perplexity per byte, 2 ** bits",
         align(header, perplexity),
         *map(wrap, remarks(results)),
-        wrap(f"±: half the width of the interval, a {METHOD}"),
+        wrap(f"±: half the width of the interval, a {results.method}"),
     ]
     return "\n\n".join(parts)
+
+
+def _seeds_table(results: Results, header: tuple[str, ...]) -> list[str]:
+    rows = [(row, [cell.seeds for cell in row.cells]) for row in results.table_rows()]
+    lines = [(row.label, *(row.absence if each is None else str(each) for each in seeds)) for row, seeds in rows]
+    return ["Bits per byte, ± over seeds", align(header, lines)] if any(any(seeds) for _, seeds in rows) else []
 
 
 def _bits(row: Row) -> list[str]:
@@ -157,7 +170,7 @@ def render_page(results: Results, plots: Mapping[str, tuple[bytes, bytes]], writ
         headline=headline(results),
         remarks=remarks(results)[1:],
         plots=_inline(plots),
-        method=METHOD,
+        method=results.method,
         heads=_heads(results.settings["model"]["heads"]),
         settings=_settings(results),
         written=written.strftime("%Y-%m-%d %H:%M UTC"),

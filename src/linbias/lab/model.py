@@ -95,6 +95,7 @@ class ByteDecoder(nn.Module):
             # Two additions a layer: the residual stream keeps its size whatever the depth (GPT-2's rule).
             residual = name.endswith(("out_proj.weight", "down_proj.weight"))
             nn.init.normal_(parameter, std=std / (2 * self.config.layers) ** 0.5 if residual else std)
+        self.transformer.positions.reset_parameters()
 
     @property
     def longest(self) -> int | None:

@@ -4,6 +4,7 @@
 import io
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 
 from .extras import need
 from .heads import HeadFacts
+from .positions import SCHEMES
 from .results import Results, Row
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart, a lighter shade of each for dark pages, and a
@@ -23,6 +25,8 @@ _LOOKS = {
     "learned": ("#009E73", "#2FC79B", "^"),
     "none": ("#7F7F7F", "#A8ADB8", "v"),
 }
+_DASHES = ((0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (9, 2)))
+"""Of schemes that run the weights of another, whose looks they have, in their order."""
 _OTHER_LOOKS = (
     *(("#E69F00", "#F3BC3F", "P"), ("#56B4E9", "#9AD4F5", "X"), ("#A6761D", "#D1A24A", "<")),
     *(("#5B4FA3", "#A79BEA", ">"), ("#B22222", "#F07178", "p"), ("#B5B000", "#F0E442", "h")),
@@ -148,16 +152,25 @@ def _octaves(longest: int) -> tuple[int, ...]:
     return tuple(2**power for power in range(longest.bit_length()) if 2**power <= longest)
 
 
-def _looks(results: Results, theme: Theme) -> list[tuple[Row, str, str]]:
-    """Each row with its colour and marker; schemes without looks of their own take them in turn."""
-    others = itertools.cycle(_OTHER_LOOKS)
-    looks = ((row, _LOOKS.get(row.scheme) or next(others)) for row in results.table_rows())
-    return [(row, dark if theme.dark else light, marker) for row, (light, dark, marker) in looks]
+def _looks(results: Results, theme: Theme) -> list[tuple[Row, dict[str, Any]]]:
+    """Each row with its colour, marker and dashes; trained schemes without looks of their own take them in turn."""
+    others, looks, followers = itertools.cycle(_OTHER_LOOKS), dict(_LOOKS), Counter[str]()
+    found: list[tuple[Row, dict[str, Any]]] = []
+    for row in results.table_rows():
+        base = SCHEMES[row.scheme].trained_as
+        if (base or row.scheme) not in looks:
+            looks[base or row.scheme] = next(others)
+        light, dark, marker = looks[base or row.scheme]
+        dashes = "-" if base is None else _DASHES[followers[base] % len(_DASHES)]
+        if base is not None:
+            followers[base] += 1
+        found.append((row, {"color": dark if theme.dark else light, "marker": marker, "linestyle": dashes}))
+    return found
 
 
 def _draw_by_length(ax: Any, results: Results, theme: Theme) -> None:
     rows = _looks(results, theme)
-    for number, (row, colour, marker) in enumerate(rows):
+    for number, (row, look) in enumerate(rows):
         found = [(cell.length, cell.bits) for cell in row.cells if cell.bits is not None]
         # Beside one another, so that equal losses do not hide each other.
         beside = 2 ** (0.06 * (number - (len(rows) - 1) / 2))
@@ -166,7 +179,7 @@ def _draw_by_length(ax: Any, results: Results, theme: Theme) -> None:
             [0.0 if bits.low is None else bits.mean - bits.low for _, bits in found],
             [0.0 if bits.high is None else bits.high - bits.mean for _, bits in found],
         )
-        style = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 2, "capsize": 3, "label": row.label}
+        style = {**look, "markersize": 5, "linewidth": 2, "capsize": 3, "label": row.label}
         ax.errorbar([length * beside for length, _ in found], means, yerr=spread if found else None, zorder=3, **style)
     label(ax, "Loss by length of the test window", "window, bytes", "bits per byte", theme)
     _length_axis(ax, results.lengths, results.trained_length, theme)
@@ -174,12 +187,13 @@ def _draw_by_length(ax: Any, results: Results, theme: Theme) -> None:
 
 def _draw_by_place(ax: Any, results: Results, theme: Theme) -> None:
     rows = _looks(results, theme)
-    for number, (row, colour, _) in enumerate(rows):
+    for number, (row, look) in enumerate(rows):
         curve = row.by_place()
         x = [((bin["first"] + 1) * (bin["last"] + 1)) ** 0.5 for bin in curve]
         # Each curve is narrower than those before it, so that one below another shows at its rims.
         width = 1.5 + 2.5 * (len(rows) - 1 - number) / max(1, len(rows) - 1)
-        ax.plot(x, [bin["bits"] for bin in curve], color=colour, linewidth=width, label=row.label, zorder=3)
+        style = {**look, "marker": None, "linewidth": width, "label": row.label}
+        ax.plot(x, [bin["bits"] for bin in curve], zorder=3, **style)
     label(ax, "Loss by place in the window", "place, counted from 1", "bits per byte", theme)
     _length_axis(ax, _octaves(results.lengths[-1]), results.trained_length, theme)
 

@@ -1,123 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positional schemes: the one choice in which the models of a comparison differ.
+"""Positional schemes by name: the one choice in which the models of a comparison differ.
 
-A scheme may change the embeddings (`embed`), the attention (`attend`), or nothing at all.
-B batch, H heads, T tokens, C width, D head dim.
+A scheme may change the embeddings (`embed`), the attention (`attend`), or nothing at all. To add one, write its class
+here (or in a file of `schemes`) and name it in SCHEMES: commands, reports and plots take it from there.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from .schemes.alibi import Alibi, InterpolatedAlibi, NtkAlibi
+from .schemes.base import Learned, Positions, Sinusoidal
+from .schemes.relative import Kerple, T5Bias
+from .schemes.rotary import DynamicRotary, LinearRotary, NtkRotary, Rotary, YarnRotary
 
-from .. import alibi_attention, alibi_slopes
-from .config import ModelConfig
-
-
-class Positions(nn.Module):
-    """No positions at all (NoPE): order is known only through the causal mask. Base of the other schemes."""
-
-    longest: int | None = None
-    """Longest input the scheme can take, None if it has no limit of its own."""
-
-    def embed(self, hidden_BTC: Tensor) -> Tensor:
-        """Return the embeddings (B, T, C) as the first block receives them."""
-        return hidden_BTC
-
-    def attend(self, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor) -> Tensor:
-        """Return causal attention (B, H, T, D)."""
-        return F.scaled_dot_product_attention(query_BHTD, key_BHTD, value_BHTD, is_causal=True)
-
-
-class Alibi(Positions):
-    """Linear biases on the attention scores, computed by linbias; no parameters.
-
-    Reference: Press et al., https://arxiv.org/abs/2108.12409.
-    """
-
-    def __init__(self, heads: int, window: int | None = None) -> None:
-        """`window` keys are visible to a query, its own included; None for all."""
-        super().__init__()
-        self.heads = heads
-        self.window = None if window is None else (window - 1, 0)
-
-    def attend(self, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor) -> Tensor:
-        """Return causal attention with the bias -slope * distance on each score."""
-        slopes = alibi_slopes(self.heads, device=query_BHTD.device)
-        return alibi_attention(query_BHTD, key_BHTD, value_BHTD, slopes, causal=True, window=self.window)
-
-
-class Sinusoidal(Positions):
-    """Sines and cosines added to the embeddings; no parameters.
-
-    Vaswani et al. multiply embeddings of standard deviation C**-0.5 by sqrt(C) before adding sinusoids of amplitude 1.
-    Embeddings are not multiplied here, so the sinusoids have amplitude C**-0.5 instead: the proportion is theirs.
-
-    Reference: Vaswani et al., https://arxiv.org/abs/1706.03762, sections 3.4 and 3.5.
-    """
-
-    def embed(self, hidden_BTC: Tensor) -> Tensor:
-        """Return the embeddings plus C**-0.5 * (sin, cos) of position over wavelengths from 2 pi to 20,000 pi."""
-        length, width = hidden_BTC.shape[-2:]
-        angles = _angles(length, width // 2, hidden_BTC.device)
-        waves_TC = torch.cat((angles.sin(), angles.cos()), dim=-1)
-        return hidden_BTC + width**-0.5 * waves_TC.to(hidden_BTC.dtype)
-
-
-class Learned(Positions):
-    """One trained vector for each position of the training length, added to the embeddings; there is none beyond it.
-
-    Reference: Gehring et al., https://arxiv.org/abs/1705.03122, section 3.1.
-    """
-
-    def __init__(self, width: int, length: int) -> None:
-        super().__init__()
-        self.longest = length
-        self.table = nn.Parameter(torch.zeros(length, width))
-
-    def embed(self, hidden_BTC: Tensor) -> Tensor:
-        """Return the embeddings plus the table's first T rows.
-
-        Raises: ValueError if T exceeds the table.
-        """
-        length = hidden_BTC.shape[-2]
-        if length > len(self.table):
-            raise ValueError(
-                f"input must be at most {len(self.table)} tokens, the length of the learned table, got {length}; "
-                "a learned scheme runs only at lengths it was trained on"
-            )
-        return hidden_BTC + self.table[:length]
-
-
-class Rotary(Positions):
-    """Queries and keys turned by angles proportional to their position (RoPE, base 10,000, in halves); no parameters.
-
-    Reference: Su et al., https://arxiv.org/abs/2104.09864.
-    """
-
-    def attend(self, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor) -> Tensor:
-        """Return causal attention of the turned queries and keys."""
-        length, head_dim = query_BHTD.shape[-2:]
-        angles = _angles(length, head_dim // 2, query_BHTD.device)
-        cos, sin = angles.cos().to(query_BHTD.dtype), angles.sin().to(query_BHTD.dtype)
-        return super().attend(_turn(query_BHTD, cos, sin), _turn(key_BHTD, cos, sin), value_BHTD)
-
-
-def _angles(length: int, frequencies: int, device: torch.device) -> Tensor:
-    """Return position * 10,000**(-f / frequencies), (length, frequencies), rounded once from fp64."""
-    # MPS has no fp64, so the angles are made on the CPU; at 65k tokens fp32 products would be off by 4e-3 radians.
-    exponents = torch.arange(frequencies, dtype=torch.float64, device="cpu") / frequencies
-    rates = torch.exp(-math.log(10_000.0) * exponents)
-    angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * rates
-    return torch.remainder(angles, 2 * math.pi).float().to(device)
-
-
-def _turn(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x_BHTD.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+if TYPE_CHECKING:
+    from .config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,34 +25,109 @@ class Scheme:
     name: str
     label: str
     """What tables and plots call it."""
-    build: Callable[[ModelConfig, int], Positions]
+    build: "Callable[[ModelConfig, int], Positions]"
     """From the model's shape and the training length."""
+    usual: bool = False
+    """Whether `compare` takes it unasked."""
     trained_as: str | None = None
-    """Set for schemes that only evaluate: the scheme whose trained weights they run with."""
+    """Set for schemes that only evaluate: the scheme whose trained weights they run with. Up to the training length
+    they are that scheme."""
+    change: str | None = None
+    """Set with `trained_as`: what they change beyond the training length, for reports."""
 
 
-SCHEMES: dict[str, Scheme] = {
-    scheme.name: scheme
-    for scheme in (
-        Scheme(name="alibi", label="ALiBi", build=lambda model, length: Alibi(model.heads)),
-        Scheme(name="sinusoidal", label="sinusoidal", build=lambda model, length: Sinusoidal()),
-        Scheme(name="learned", label="learned", build=lambda model, length: Learned(model.width, length)),
-        Scheme(name="rope", label="RoPE", build=lambda model, length: Rotary()),
-        Scheme(name="none", label="no positions", build=lambda model, length: Positions()),
-        Scheme(
-            name="alibi-window",
-            label="ALiBi, training window",
-            build=lambda model, length: Alibi(model.heads, window=length),
-            trained_as="alibi",
-        ),
-    )
-}
-"""Every scheme by name. `alibi-window` shows a trained ALiBi as many bytes as it saw in training, and no more."""
+_TRAINED = (
+    Scheme(name="alibi", label="ALiBi", usual=True, build=lambda model, length: Alibi(model.heads)),
+    Scheme(name="sinusoidal", label="sinusoidal", usual=True, build=lambda model, length: Sinusoidal()),
+    Scheme(name="learned", label="learned", usual=True, build=lambda model, length: Learned(model.width, length)),
+    Scheme(name="rope", label="RoPE", usual=True, build=lambda model, length: Rotary()),
+    Scheme(name="none", label="no positions", usual=True, build=lambda model, length: Positions()),
+    Scheme(name="t5", label="T5 buckets", build=lambda model, length: T5Bias(model.heads)),
+    Scheme(name="kerple", label="KERPLE-log", build=lambda model, length: Kerple(model.heads)),
+    Scheme(
+        name="alibi-learned",
+        label="ALiBi, learned slopes",
+        build=lambda model, length: Alibi(model.heads, learned=True),
+    ),
+    Scheme(
+        name="alibi-half",
+        label="ALiBi, half the heads",
+        build=lambda model, length: Alibi(model.heads, biased_heads=(model.heads + 1) // 2),
+    ),
+)
+_AT_TEST_TIME = (
+    Scheme(
+        name="alibi-window",
+        label="ALiBi, training window",
+        build=lambda model, length: Alibi(model.heads, window=length),
+        trained_as="alibi",
+        change="each layer sees only as many of the last bytes as training had",
+    ),
+    Scheme(
+        name="alibi-interpolated",
+        label="ALiBi, interpolated slopes",
+        build=lambda model, length: InterpolatedAlibi(model.heads, length),
+        trained_as="alibi",
+        change="every slope times training length over window length",
+    ),
+    Scheme(
+        name="alibi-ntk",
+        label="ALiBi, NTK-scaled slopes",
+        build=lambda model, length: NtkAlibi(model.heads, length),
+        trained_as="alibi",
+        change="the flattest slope times training length over window length, the steepest as trained, the rest between",
+    ),
+    Scheme(
+        name="rope-linear",
+        label="RoPE, interpolated",
+        usual=True,
+        build=lambda model, length: LinearRotary(length),
+        trained_as="rope",
+        change="positions times training length over window length",
+    ),
+    Scheme(
+        name="rope-ntk",
+        label="RoPE, NTK-aware",
+        usual=True,
+        build=lambda model, length: NtkRotary(length),
+        trained_as="rope",
+        change="a larger base, so that the slowest angle is interpolated and the fastest is not",
+    ),
+    Scheme(
+        name="rope-dynamic",
+        label="RoPE, dynamic NTK",
+        usual=True,
+        build=lambda model, length: DynamicRotary(length),
+        trained_as="rope",
+        change="as NTK-aware, with twice the window over the training length, less 1, as the factor",
+    ),
+    Scheme(
+        name="rope-yarn",
+        label="RoPE, YaRN",
+        usual=True,
+        build=lambda model, length: YarnRotary(length),
+        trained_as="rope",
+        change="slow angles interpolated, fast ones as trained, scores sharpened by (0.1 ln factor + 1) squared",
+    ),
+)
+SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in (*_TRAINED, *_AT_TEST_TIME)}
+"""Every scheme by name."""
 
 
-def why_not(scheme: str, model: ModelConfig, trained: int, length: int) -> str | None:
+def why_not(scheme: str, model: "ModelConfig", trained: int, length: int) -> str | None:
     """Return why `scheme` cannot run at `length` in a model trained at `trained` tokens, None if it can."""
     longest = SCHEMES[scheme].build(model, trained).longest
     if longest is None or length <= longest:
         return None
     return f"its table ends at the training length, {longest:,}"
+
+
+def rule_change(scheme: str, trained: int) -> str | None:
+    """Say that `scheme` runs the weights of another and what it changes in their rule; None if it was trained."""
+    base = SCHEMES[scheme].trained_as
+    if base is None:
+        return None
+    return (
+        f"{SCHEMES[scheme].label}: not trained; the weights of {SCHEMES[base].label}, and beyond {trained:,} bytes "
+        f"{SCHEMES[scheme].change}."
+    )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What results say, in words: every sentence is computed from the numbers it states."""
 
+from .positions import rule_change
 from .results import Cell, Estimate, Results, Row
 
 
@@ -38,6 +39,8 @@ def remarks(results: Results) -> list[str]:
     """Return the sentences below the table."""
     found = [headline(results), results.corpus.get("remark"), _one_rate(results)]
     found += [f"{row.label}: {row.diverged}." for row in results.table_rows() if row.diverged]
+    lost = [(row.label, seed, how) for row in results.table_rows() if row.trained for seed, how in row.lost.items()]
+    found += [f"{label}, seed {seed}, left out: {how}." for label, seed, how in lost]
     found += [
         f"{row.label}: its validation loss ended at {row.curve[-1][2]:.3f} bits per byte, above the {_EVEN:g} that even "
         "guessing costs: it learned nothing, and a lower learning rate may help."
@@ -49,6 +52,7 @@ def remarks(results: Results) -> list[str]:
         for row in results.table_rows()
         for reason, cells in _refusals(row)
     ]
+    found += changed_rules(results)
     found.append(early_token_effect(results))
     return [each for each in found if each]
 
@@ -57,10 +61,16 @@ def _one_rate(results: Results) -> str | None:
     """Say that nothing was tuned, where several schemes are compared."""
     if len(results.table_rows()) == 1:
         return None
-    train = results.settings["train"]
+    train, seeds = results.settings["train"], results.settings.get("seeds") or [results.settings["train"]["seed"]]
+    if len(seeds) == 1:
+        how = f"once, with the same learning rate ({train['learning_rate']:g}) and seed ({seeds[0]}); neither was tuned"
+    else:
+        how = (
+            f"with the same learning rate ({train['learning_rate']:g}), which was not tuned, and with each of the "
+            f"seeds {', '.join(map(str, seeds))}, which were not chosen"
+        )
     return (
-        f"Every scheme was trained once, with the same learning rate ({train['learning_rate']:g}) and seed "
-        f"({train['seed']}); neither was tuned for any of them. A scheme that another rate suits better is shown below "
+        f"Every scheme was trained {how} for any of them. A scheme that another rate suits better is shown below "
         "its best, and differences as small as those between seeds say nothing."
     )
 
@@ -71,6 +81,12 @@ def _refusals(row: Row) -> list[tuple[str, list[Cell]]]:
         if cell.why_not is not None and row.diverged is None:
             grouped.setdefault(cell.why_not, []).append(cell)
     return list(grouped.items())
+
+
+def changed_rules(results: Results) -> list[str]:
+    """Say which rows run trained weights with another rule than that of their training, and what it changes."""
+    told = (rule_change(row.scheme, results.trained_length) for row in results.table_rows())
+    return [change for change in told if change is not None]
 
 
 def early_token_effect(results: Results) -> str | None:

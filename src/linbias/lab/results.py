@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .evaluate import plan_windows, position_curve
 from .positions import SCHEMES
-from .statistics import METHOD, Estimate, estimate
+from .statistics import Estimate, estimate, method, over_seeds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,10 @@ class Cell:
     """Bits per byte."""
     change: Estimate | None = None
     """Bits per byte more than at the first length, over the same segments; None at that length."""
+    seeds: Estimate | None = None
+    """The same mean over seeds with its interval, None for one seed."""
+    seeds_change: Estimate | None = None
+    """The change over seeds, None for one seed."""
     mean_context: float | None = None
     """Bytes before the current one that a guess could use, on average."""
     by_context: Sequence[dict[str, Any]] = field(default_factory=tuple)
@@ -52,12 +56,21 @@ class Row:
     """File name; None if the training diverged."""
     diverged: str | None = None
     """How the training diverged, if it did; then no cell has a figure."""
+    seeds: tuple[int, ...] = ()
+    """Seeds whose trainings converged; losses are means over these, seconds, curve and checkpoint the first one's."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """How the trainings with other seeds diverged."""
     cells: tuple[Cell, ...]
 
     @property
     def label(self) -> str:
         """What tables call the scheme."""
         return SCHEMES[self.scheme].label
+
+    @property
+    def trained(self) -> bool:
+        """Whether it is a scheme that was trained, and not one that runs another's weights."""
+        return SCHEMES[self.scheme].trained_as is None
 
     @property
     def absence(self) -> str:
@@ -105,8 +118,15 @@ class Results:
         return next((row for row in self.rows if row.scheme == scheme), None)
 
     def table_rows(self) -> tuple[Row, ...]:
-        """Return the rows of schemes that were trained; the others only help to explain these."""
-        return tuple(row for row in self.rows if SCHEMES[row.scheme].trained_as is None)
+        """Return the rows of what was trained or tried at every length; the others only help to explain these."""
+        return tuple(
+            row for row in self.rows if row.trained or self.lengths == tuple(cell.length for cell in row.cells)
+        )
+
+    @property
+    def method(self) -> str:
+        """What intervals mean."""
+        return method(max((len(row.seeds) for row in self.rows), default=1) or 1)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything in types that JSON knows."""
@@ -115,7 +135,7 @@ class Results:
             row_plain["label"] = row.label
             for cell, cell_plain in zip(row.cells, row_plain["cells"], strict=True):
                 cell_plain["perplexity"] = cell.perplexity
-        return {"interval": METHOD, **plain}
+        return {"interval": self.method, **plain}
 
 
 def segment_bits(nats: Tensor, segments: int) -> NDArray[np.float64]:
@@ -124,26 +144,33 @@ def segment_bits(nats: Tensor, segments: int) -> NDArray[np.float64]:
 
 
 def make_cells(scores: dict[int, Tensor | str], segments: int, stride: int | None) -> tuple[Cell, ...]:
-    """Return a cell for each length: from its loss per byte in nats, or from the reason why there is none."""
+    """Return a cell for each length: from its loss per byte in nats, or from the reason why there is none.
+
+    Losses are (N,), or (seeds, N) for several trainings of one scheme.
+    """
     cells: list[Cell] = []
-    first: NDArray[np.float64] | None = None
+    first: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
     for length, nats in sorted(scores.items()):
         if isinstance(nats, str):
             cells.append(Cell(length=length, why_not=nats))
             continue
-        bits = segment_bits(nats, segments)
+        by_seed = np.stack([segment_bits(each, segments) for each in nats.view(-1, nats.shape[-1])])
+        mean_nats, bits = nats.view(by_seed.shape[0], -1).double().mean(dim=0), by_seed.mean(axis=0)
+        means = by_seed.mean(axis=1)
         if not np.isfinite(bits).all():
             cells.append(Cell(length=length, why_not="its loss there is no finite number"))
             continue
-        context = plan_windows(len(nats), length, stride).context()
+        context = plan_windows(len(mean_nats), length, stride).context()
         cells.append(
             Cell(
                 length=length,
                 bits=estimate(bits),
-                change=None if first is None else estimate(bits - first),
+                change=None if first is None else estimate(bits - first[0]),
+                seeds=over_seeds(means.tolist()) if len(means) > 1 else None,
+                seeds_change=None if first is None or len(means) == 1 else over_seeds((means - first[1]).tolist()),
                 mean_context=context.double().mean().item(),
-                by_context=position_curve(nats, context),
+                by_context=position_curve(mean_nats, context),
             )
         )
-        first = bits if first is None else first
+        first = (bits, means) if first is None else first
     return tuple(cells)

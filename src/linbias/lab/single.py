@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from .config import AnyScheme, EvaluateCommand, TrainCommand
+from .config import AnyScheme, TrainCommand
 from .data import SPLITS, Corpus, DataError, Text, load_corpus
 from .evaluate import Trial, check_scheme, score, scored_bytes, testing_cost
+from .evaluations.config import EvaluateCommand
 from .model import count_parameters
-from .positions import SCHEMES, why_not
+from .positions import SCHEMES, rule_change, why_not
 from .progress import Tell, notice
 from .remarks import interval, perplexity_text
 from .results import make_cells
@@ -72,10 +73,11 @@ def evaluate_checkpoint(command: EvaluateCommand) -> dict[str, Any]:
         Interrupted: stopped on request.
         CheckpointError, ConfigError, DataError: it cannot be done.
     """
+    assert command.checkpoint is not None
     trained = load_checkpoint(command.checkpoint)
     scheme: AnyScheme = command.scheme or trained.scheme
     check_scheme(trained, scheme)
-    corpus = load_corpus(command.data) if command.data is not None else _data_of(trained, command.checkpoint)
+    corpus = load_corpus(command.data) if command.data is not None else data_of(trained, command.checkpoint)
     text = corpus.split(command.split)
     lengths = command.evaluate.lengths_for(trained.length)
     trial = Trial(
@@ -101,7 +103,7 @@ def evaluate_checkpoint(command: EvaluateCommand) -> dict[str, Any]:
     return _found(trained, trial, scores) | {"seen": _acquaintance(trained, command, text)}
 
 
-def _data_of(trained: Trained, path: Path) -> Corpus:
+def data_of(trained: Trained, path: Path) -> Corpus:
     """Read the data that a checkpoint names, after saying so: whoever made the checkpoint chose the path.
 
     Raises: CheckpointError, DataError unless it is what the model was trained on, byte by byte.
@@ -154,6 +156,7 @@ def _found(trained: Trained, trial: Trial, scores: dict[int, Tensor | str]) -> d
     return {
         "checkpoint": trained.about["fingerprint"],
         "scheme": trial.scheme,
+        "rule_change": rule_change(trial.scheme, trained.length),
         "trained_length": trained.length,
         "text": trial.text.name,
         "text_sha256": trial.text.digest,
@@ -180,6 +183,7 @@ def describe_evaluation(found: dict[str, Any]) -> str:
             align(header, [_line(cell) for cell in found["cells"]]),
             "",
             *(wrap(f"{label}: cannot run at {length:,} bytes, because {reason}.") for length, reason in absent.items()),
+            *([wrap(found["rule_change"])] if found["rule_change"] else []),
             *([wrap(f"text: {found['seen']}")] if found["seen"] else []),
             wrap(f"interval: {found['interval']}"),
         )

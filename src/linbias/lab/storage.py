@@ -29,6 +29,9 @@ _PRESENTATION = {
     "lab/progress.py",
     "lab/remarks.py",
     "lab/tables.py",
+    "lab/mpt.py",
+    *(f"lab/evaluations/{name}.py" for name in ("attention", "commands", "folder", "numerics", "of_folder")),
+    *(f"lab/evaluations/{name}.py" for name in ("retrieval_show", "streaming")),
 }
 """Source files, relative to the package, that decide how results look and not what they are."""
 _BENCH = "lab/bench/"

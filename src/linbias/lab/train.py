@@ -62,6 +62,11 @@ class Run:
             device=torch.device(self.device).type,
         )
 
+    def loss(self, model: ByteDecoder, text: Tensor, step: int) -> Tensor:
+        """Return what update `step` makes smaller, in nats: the mean loss of its passages' bytes."""
+        tokens = passages(text, self.train, step)
+        return model.nats(tokens[:, :-1], tokens[:, 1:]).mean()
+
     def checkpoint(self, folder: Path) -> Path:
         """Return where the trained model is kept below `folder`."""
         return folder / f"{self.scheme}-{self.identity}.safetensors"
@@ -175,8 +180,7 @@ class Trainer:
         config = self.run.train
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(config, self.step)
-        tokens = passages(self._text, config, self.step)
-        loss = self._model.nats(tokens[:, :-1], tokens[:, 1:]).mean()
+        loss = self.run.loss(self._model, self._text, self.step)
         self._optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.clip)

@@ -7,7 +7,8 @@ In suffixes and shapes: B batch, H heads, T queries, S keys, E embedding, D head
 # torch annotates parameters that may be None as if they never were.
 # pyright: reportUnnecessaryComparison=false
 
-from itertools import accumulate
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self, cast
 
 import torch
@@ -19,13 +20,14 @@ from ..backends import check_name
 from ..semantics.checks import (
     check_count,
     check_flag,
+    check_metric,
     check_share,
     check_tensor,
     check_tolerance,
     check_window,
-    readable,
 )
 from ..varlen import alibi_attention_varlen
+from .inputs import Ragged, is_lower_triangle, visible_pairs
 from .slopes import Slopes
 
 
@@ -34,7 +36,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     The positional arguments, parameters, initial values, ``forward`` and (unless slopes are learned) ``state_dict`` are
     torch's, both ways. The bias is symmetric, the encoder's form, unless ``causal`` or ``future_slopes`` say otherwise.
-    Keys stand at 0..S-1 and queries at S-T..S-1: where lengths differ, ends are aligned, as a cache needs.
+    Keys stand at 0..S-1 and queries at S-T..S-1: where lengths differ, ends are aligned, as a cache needs. Other
+    places, on a line or a plane, are given to `forward`, or by `at` where torch's encoder hands none on.
 
     What differs from torch, on purpose:
 
@@ -55,6 +58,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         causal: hide later keys in every call.
         window: (left, right), inclusive, None = unlimited.
         unbiased: the first n tokens (CLS, registers) neither give nor receive bias.
+        metric: "euclidean" or "manhattan": positions are coordinates, and every call needs them; see
+            `linbias.alibi_attention`.
         tolerance, backend: as for `linbias.alibi_attention`.
 
     Raises:
@@ -89,6 +94,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
         unbiased: int = 0,
+        metric: str | None = None,
         tolerance: float | None = None,
         backend: str = "auto",
     ) -> None:
@@ -111,6 +117,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.causal = check_flag("causal", causal)
         self.window = window
         self.unbiased = unbiased
+        self.metric = check_metric(metric)
+        self._places: tuple[Tensor | None, Tensor | None] = (None, None)
         self.tolerance = tolerance
         self.backend = check_name(backend)
 
@@ -149,13 +157,29 @@ class MultiheadAttention(nn.MultiheadAttention):
         new.out_proj = module.out_proj
         return new.train(module.training)
 
+    @contextmanager
+    def at(self, query_positions: Tensor, key_positions: Tensor | None = None) -> Generator[None]:
+        """Let tokens stand elsewhere while this lasts, for callers that hand no positions on.
+
+        It holds for this module in every thread; `linbias.nn.at` is the same for all within a model.
+
+        Args:
+            query_positions, key_positions: as `forward` takes them, whose own go first.
+        """
+        check_tensor("query_positions", query_positions)
+        before, self._places = self._places, (query_positions, key_positions)
+        try:
+            yield
+        finally:
+            self._places = before
+
     @property
     def uses_alibi(self) -> bool:
         """Whether any head has a bias."""
         parts = [part for part in (self.slopes, self.future_slopes) if part is not None]
         return any(getattr(part, "uses_alibi", True) for part in parts)
 
-    def forward(
+    def forward(  # noqa: PLR0913  (torch's, and places)
         self,
         query: Tensor,
         key: Tensor,
@@ -165,6 +189,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        query_positions: Tensor | None = None,
+        key_positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention with the bias; shapes and masks are torch's.
 
@@ -180,6 +207,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             average_attn_weights: weights averaged over heads, (B, T, S), or not, (B, H, T, S).
             is_causal: hide later keys as well. Beside an attn_mask of other than square shape it is torch's promise
                 that the mask is causal, and the mask alone decides.
+            query_positions: (T,) or (B, T) integers, or coordinates (T, C) or (B, T, C) with a metric; default: `at`'s.
+            key_positions: likewise with S; default: the query's, where key is query.
 
         Returns:
             (out, weights): out shaped like query, with E features; weights None unless needed.
@@ -189,7 +218,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         given = {"query": query, "key": key, "value": value}
         if any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in given.values()):  # pyright: ignore
-            self._refuse_beside_nested(key_padding_mask, attn_mask, need_weights)
+            placed = query_positions is not None or key_positions is not None or self._places != (None, None)
+            self._refuse_beside_nested(key_padding_mask, attn_mask, need_weights, placed)
             return self._attend_nested(query, key, value, is_causal), None
         for name, tensor in given.items():
             check_tensor(name, tensor)
@@ -199,16 +229,17 @@ class MultiheadAttention(nn.MultiheadAttention):
             for part in map(self._batch_first, self._project(query, key, value))
         ]
         options = self._options(query.device, is_causal)
+        options |= self._placed(query_positions, key_positions, shared=query is key) | {"metric": self.metric}
         batch, queries, keys = heads[0].shape[0], heads[0].shape[2], heads[1].shape[2]
         if key_padding_mask is not None:
             expected = ((batch, keys),) if query.dim() == 3 else ((keys,),)
-            options["key_mask"] = _visible("key_padding_mask", key_padding_mask, expected, query)
+            options["key_mask"] = visible_pairs("key_padding_mask", key_padding_mask, expected, query)
         if attn_mask is not None:
             expected = ((queries, keys), (batch * self.num_heads, queries, keys))
-            visible = _visible("attn_mask", attn_mask, expected, query)
+            visible = visible_pairs("attn_mask", attn_mask, expected, query)
             # The hint is about the mask, which alone knows how its rows align with other numbers of keys.
             options["causal"] = self.causal or (is_causal and queries == keys)
-            if not (options["causal"] and _is_lower_triangle(visible)):
+            if not (options["causal"] and is_lower_triangle(visible)):
                 options["attn_mask"] = visible if visible.dim() == 2 else visible.unflatten(0, (batch, -1))
         out, weights = self._attend(heads[0], heads[1], heads[2], options, need_weights)
         if weights is not None:
@@ -270,6 +301,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             "backend": self.backend,
         }
 
+    def _placed(self, query: Tensor | None, key: Tensor | None, *, shared: bool) -> dict[str, Any]:
+        """Where both sides stand; nothing where nobody said."""
+        query, key = (self._places[0] if query is None else query), (self._places[1] if key is None else key)
+        return {"query_positions": query, "key_positions": query if key is None and shared else key}
+
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
@@ -303,9 +339,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         return key, value
 
     def _refuse_beside_nested(
-        self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, need_weights: bool
+        self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, need_weights: bool, placed: bool
     ) -> None:
         given = {
+            "positions": placed,
+            "metric": self.metric is not None,
             "key_padding_mask": key_padding_mask is not None,
             "attn_mask": attn_mask is not None,
             "need_weights": need_weights,
@@ -319,7 +357,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _attend_nested(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
         """Ragged sequences are a varlen call: nothing is padded."""
         shared = query is key and key is value
-        ragged = [_Ragged(tensor) for tensor in ((query,) if shared else (query, key, value))] * (3 if shared else 1)
+        ragged = [Ragged(tensor) for tensor in ((query,) if shared else (query, key, value))] * (3 if shared else 1)
         if ragged[1].lengths != ragged[2].lengths:
             raise ValueError(f"value must have the key's lengths, got {ragged[2].lengths} and {ragged[1].lengths}")
         heads = [
@@ -337,64 +375,28 @@ class MultiheadAttention(nn.MultiheadAttention):
         return ragged[0].restore(self.out_proj(cast(Tensor, out).flatten(-2)))
 
 
-class _Ragged:
-    """The sequences of a nested tensor laid end to end."""
+@contextmanager
+def at(module: nn.Module, query_positions: Tensor, key_positions: Tensor | None = None) -> Generator[None]:
+    """`MultiheadAttention.at` for every `MultiheadAttention` of this library within a model.
 
-    def __init__(self, nested: Tensor) -> None:
-        if not nested.is_nested or nested.dim() != 3:
-            raise ValueError("query, key and value must all be nested tensors (B, ragged, features), or none of them")
-        self._layout = nested.layout
-        if nested.layout == torch.jagged:
-            jagged: Any = nested
-            if jagged.lengths() is not None or isinstance(jagged.shape[1], int):
-                raise ValueError("nested tensors must be ragged in dimension 1 without holes; make them anew")
-            self.tokens, self.bounds = jagged.values(), jagged.offsets()
-            self.lengths: Any = jagged.shape[1]
-        else:
-            parts = nested.unbind()
-            self.lengths = [part.shape[0] for part in parts]
-            self.tokens = torch.cat(parts)
-            self.bounds = torch.tensor([0, *accumulate(self.lengths)], device=nested.device)
+    Raises:
+        ValueError: there is none in it.
 
-    def restore(self, tokens: Tensor) -> Tensor:
-        """Nested as the input was."""
-        if self._layout == torch.jagged:
-            return torch.nested.nested_tensor_from_jagged(tokens, self.bounds)
-        return torch.nested.as_nested_tensor(list(tokens.split(self.lengths)))
-
-
-def _visible(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...], like: Tensor) -> Tensor:
-    """torch's mask (bool, True = hidden, or floats of 0 and -inf) as ours: bool, True = visible."""
-    check_tensor(name, mask, like)
-    if tuple(mask.shape) not in shapes:
-        raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}")
-    if mask.dtype == torch.bool:
-        return ~mask
-    if not mask.is_floating_point():
-        raise TypeError(f"{name} must be bool with True = hidden, or floating with 0 and -inf, got {mask.dtype}")
-    visible = mask == 0
-    message = (
-        f"{name} must hold nothing but 0 and -inf when it is floating: masks hide keys here and add nothing to the "
-        f"scores; pass it as bool with True = hidden"
-    )
-    _require((visible | (mask == -torch.inf)).all(), message)
-    return visible
-
-
-def _require(holds: Tensor, message: str) -> None:
-    """Raise where reading a value is free; elsewhere assert on the device, which waits for nothing."""
-    functorch = torch._C._functorch  # pyright: ignore
-    while not torch.compiler.is_compiling() and functorch.is_functorch_wrapped_tensor(holds):
-        holds = functorch.get_unwrapped(holds).all()  # vmap: of every example
-    if type(holds) is Tensor and holds.device.type == "cpu" and not torch.compiler.is_compiling():
-        if not holds:
-            raise ValueError(message)
-    else:
-        torch._assert_async(holds, message)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _is_lower_triangle(visible: Tensor) -> bool:
-    """Whether a mask says no more than ``causal`` does, where that is free to know: then no kernel need read it."""
-    if not readable(visible) or visible.dim() != 2 or visible.shape[0] != visible.shape[1]:
-        return False
-    return torch.equal(visible, torch.ones_like(visible).tril_())
+    >>> from linbias import grid_positions
+    >>> layer = torch.nn.TransformerEncoderLayer(12, 3, batch_first=True)
+    >>> layer.self_attn = MultiheadAttention.from_torch(layer.self_attn, metric="euclidean")
+    >>> encoder = torch.nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
+    >>> with at(encoder, grid_positions(2, 3)):
+    ...     encoder(torch.ones(1, 6, 12)).shape
+    torch.Size([1, 6, 12])
+    """
+    layers = [part for part in module.modules() if isinstance(part, MultiheadAttention)]
+    if not layers:
+        raise ValueError(
+            f"module must hold a linbias.nn.MultiheadAttention, got a {type(module).__name__} without one; "
+            f"MultiheadAttention.from_torch makes one of torch's"
+        )
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(layer.at(query_positions, key_positions))
+        yield

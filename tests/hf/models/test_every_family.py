@@ -107,6 +107,20 @@ def test_a_head_is_the_embeddings_only_where_the_folder_says_so(kind: str, tmp_p
         load(publish(tmp_path, kind, tensors, tie_word_embeddings=False))
 
 
+@every_kind
+def test_a_grown_vocabulary_is_saved_and_loaded(kind: str, tmp_path: Path) -> None:
+    model, ids = make(kind), ids_of()
+    with torch.no_grad():
+        before = model(ids).logits
+        model.resize_token_embeddings(61)
+        grown = model(ids).logits
+        model.save_pretrained(tmp_path)
+        assert torch.equal(load(tmp_path)(ids).logits, grown)
+    # A product with more rows may add in another order: of 48 terms, each rounded once, and of a norm near 1.
+    assert grown.shape[-1] == 61
+    assert (grown[..., :53] - before).abs().max() <= 48 * torch.finfo(torch.float32).eps * before.abs().max()
+
+
 @every_decoder
 def test_a_caller_may_say_none_of_what_is_returned(kind: str) -> None:
     """As peft's models do."""
@@ -114,6 +128,40 @@ def test_a_caller_may_say_none_of_what_is_returned(kind: str) -> None:
     with torch.no_grad():
         found = model(ids, labels=ids, return_dict=None, output_attentions=None, use_cache=None)
     assert found.loss is not None and isinstance(model(ids, return_dict=False), tuple)
+
+
+ALIBI = {"alibi": True}
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("mosaic", {"num_attention_heads": 7}, "hidden_size=30 is no multiple of num_attention_heads=7"),
+    ("baichuan", {"num_attention_heads": 7}, "hidden_size=48 is no multiple of num_attention_heads=7"),
+    ("baichuan", {"hidden_act": "spam"}, "hidden_act='spam' is no activation of transformers"),
+    ("baichuan", {"pad_token_id": 60}, "pad_token_id=60 lies outside of the vocabulary of 53"),
+    ("jais", {"n_head": 7}, "n_embd=48 is no multiple of n_head=7"),
+    ("jais", {"activation_function": "spam"}, "activation_function='spam' is no activation"),
+    ("jais", {"width_scale": "0.1"}, "width_scale='0.1' must be a number"),
+    ("btlm-trained", {"position_embedding_type": "learned"}, "position_embedding_type='learned' .* is not ALiBi"),
+    ("refact", {"n_head": 7}, "n_embd=48 is no multiple of n_head=7"),
+    ("mpt", {"n_heads": 7}, "d_model=48 is no multiple of n_heads=7"),
+    ("mpt", {"attn_config": {"alibi": False}}, r"attn_config\['alibi'\]=False: without ALiBi there is nothing"),
+    ("mpt", {"attn_config": {**ALIBI, "alibi_bias_max": 0}}, r"\['alibi_bias_max'\]=0: a number above 0"),
+    ("mpt", {"attn_config": {**ALIBI, "softmax_scale": "x"}}, r"\['softmax_scale'\]='x': null or a number"),
+    ("mpt", {"attn_config": {**ALIBI, "clip_qkv": -1}}, r"\['clip_qkv'\]=-1: null or a number of at least 0"),
+    ("mpt", {"attn_config": {**ALIBI, "attn_pdrop": 2}}, r"\['attn_pdrop'\]=2: a number from 0 to 1"),
+    (
+        "mpt",
+        {"ffn_config": {"ffn_act_fn": "gelu"}},
+        r"\['ffn_act_fn'\] names 'gelu': known are .'name': .* of gelu",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "wrong", "message"), WRONG, ids=lambda part: str(part)[:40])
+def test_what_cannot_be_is_refused_before_the_weights_are_read(
+    kind: str, wrong: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    publish(tmp_path, kind, {}, **wrong)
+    with pytest.raises(ValueError, match=f"cannot load the .* model of .*: .*{message}"):
+        load(tmp_path)
 
 
 ADAPTED = {"baichuan": "W_pack", "baichuan2": "W_pack", "mpt": "Wqkv", "mpt-grouped": "Wqkv", "refact": "kv"}

@@ -227,6 +227,17 @@ def test_bad_folders(case: str, tmp_path: Path, model: Any):
         load(changed if case in ("no folder", "a file") else folder)
 
 
+def test_the_advice_for_pickled_weights_makes_them_loadable(tmp_path: Path, model: Any, monkeypatch: Any):
+    """Tied tensors, stored under both names, among them."""
+    torch.save(dict(model.state_dict()), publish(tmp_path, model) / "pytorch_model.bin")
+    (tmp_path / WEIGHTS).unlink()
+    with pytest.raises(ValueError, match="pickled only") as refusal:
+        load(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    exec(str(refusal.value).partition("trust their source: ")[2])
+    assert same(load(tmp_path), model)
+
+
 def test_tensors_known_to_be_harmless_are_left_aside(tmp_path: Path, model: Any):
     rewrite(publish(tmp_path, model), **{"bert.embeddings.position_ids": torch.arange(40)})
     assert same(load(tmp_path), model)

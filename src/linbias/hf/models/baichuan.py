@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 from ...semantics.slopes import alibi_slopes
 from ..mlp import RowBlocks
 from .decoder import Block, CausalModel, DecoderModel, SelfAttention, refuse, split_heads
-from .published import Published
+from .published import Published, misfits
 
 # What vLLM tells them apart by: both are of 13B and say "baichuan".
 _VOCABULARY_2 = 125696
@@ -168,6 +168,15 @@ class BaichuanForCausalLM(CausalModel):
         self.lm_head = head(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Replace the head; it goes on multiplying with rows of length 1 where it did."""
+        head, weight = new_embeddings, new_embeddings.weight
+        if self.config.norm_head and not isinstance(head, NormHead):
+            # A resized head is a linear layer to transformers, whatever it was.
+            head = NormHead(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            head.weight = weight
+        self.lm_head = head
+
     def loss_of(self, logits: Tensor, labels: Tensor, options: Mapping[str, Any]) -> Tensor:
         """Cross-entropy, and `z_loss_weight` times the mean square of each token's largest logit."""
         loss, weight = super().loss_of(logits, labels, options), self.config.z_loss_weight
@@ -181,7 +190,7 @@ def _claims(config: Mapping[str, Any]) -> bool:
 def _refusals(config: Mapping[str, Any]) -> list[str]:
     named = "BaiChuanForCausalLM" in (config.get("architectures") or ())
     if not named and config.get("hidden_size") != _WIDTH_OF_7B:
-        return []
+        return misfits(config, "hidden_size", "num_attention_heads", "hidden_act")
     what = "architectures=['BaiChuanForCausalLM']" if named else f"hidden_size={_WIDTH_OF_7B}"
     return [
         f"{what} is a Baichuan of 7B, whose positions are rotary and not ALiBi: there is nothing of linbias in it. Run "

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling as Output
 
@@ -21,6 +20,7 @@ from ..attention import attend_in_layer
 from ..mask import AttentionMask
 from ..mlp import RowBlocks
 from .batch import Batch, read_batch
+from .published import misfits
 
 
 class EncoderConfig(PreTrainedConfig):
@@ -64,12 +64,7 @@ def refused(config: Mapping[str, Any]) -> list[str]:
         for name, (neutral, reason) in wrong.items()
         if config.get(name) not in (None, neutral)
     ]
-    width, heads = config.get("hidden_size", 768), config.get("num_attention_heads", 12)
-    if width % heads:
-        found.append(f"hidden_size={width} is no multiple of num_attention_heads={heads}: every head has one width")
-    if config.get("hidden_act", "gelu") not in ACT2FN:
-        found.append(f"hidden_act={config.get('hidden_act')!r} is no activation of transformers")
-    return found
+    return found + misfits(config, "hidden_size", "num_attention_heads", "hidden_act")
 
 
 class Embeddings(nn.Module):

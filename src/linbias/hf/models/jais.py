@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from ...semantics.slopes import alibi_slopes
 from ..mlp import RowBlocks
 from .decoder import Block, CausalModel, DecoderModel, SelfAttention, refuse, split_heads
-from .published import Published
+from .published import Published, is_number, misfits
 
 # bfloat16 keeps eight bits.
 _SLOPES_ROUNDED = 2**-8
@@ -252,7 +252,9 @@ def with_checked_slopes(loaded: Any) -> Any:
 
 def refusals(config: Mapping[str, Any]) -> list[str]:
     """What a JAIS or BTLM configuration cannot have."""
-    found: list[str] = []
+    found = misfits(config, "n_embd", "n_head", "activation_function", "swiglu")
+    scales = ("width_scale", "embeddings_scale")
+    found += [f"{name}={config[name]!r} must be a number" for name in scales if not is_number(config.get(name, 1))]
     kind = config.get("position_embedding_type", "learned")
     if kind != "alibi":
         found.append(

@@ -5,7 +5,6 @@ Slopes with `alibi_bias_max`, grouped heads, norms of queries and keys, RMS norm
 see docs/models/mpt_foundry.md.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from transformers import PreTrainedConfig
 from ...semantics.slopes import alibi_slopes
 from ..mlp import RowBlocks
 from .decoder import Block, CausalModel, DecoderModel, SelfAttention, refuse, split_heads
-from .published import Published
+from .published import Published, is_number, misfits
 
 _ATTENTION: dict[str, Any] = {
     "attn_type": "multihead_attention",
@@ -293,17 +292,32 @@ def _refusals(config: Mapping[str, Any]) -> list[str]:
         "flex_attn_mod_list": (attention.get("flex_attn_mod_list"), "masks and scores are not modified here"),
         "reuse_kv_layer_idx": (attention.get("reuse_kv_layer_idx") is not None, "each layer has its own keys here"),
     }
+    wrong |= _numbers(attention)
     found = [f"attn_config[{name!r}]={attention.get(name)!r}: {why}" for name, (bad, why) in wrong.items() if bad]
-    return found + _other_refusals(config, _FFN | ffn)
+    return found + misfits(config, "d_model", "n_heads", "") + _other_refusals(config, _FFN | ffn)
+
+
+def _numbers(attention: Mapping[str, Any]) -> dict[str, tuple[bool, str]]:
+    largest, limit, scale, dropped = (
+        attention[name] for name in ("alibi_bias_max", "clip_qkv", "softmax_scale", "attn_pdrop")
+    )
+    return {
+        "alibi_bias_max": (not is_number(largest) or largest <= 0, "a number above 0"),
+        "clip_qkv": (limit is not None and (not is_number(limit) or limit < 0), "null or a number of at least 0"),
+        "softmax_scale": (scale is not None and not is_number(scale), "null or a number"),
+        "attn_pdrop": (not is_number(dropped) or not 0 <= dropped <= 1, "a number from 0 to 1"),
+    }
 
 
 def _other_refusals(config: Mapping[str, Any], ffn: Mapping[str, Any]) -> list[str]:
     norm, scale = str(config.get("norm_type", MPTConfig.norm_type)).lower(), config.get("logit_scale")
-    activation = (ffn.get("ffn_act_fn") or {"name": "gelu"}).get("name")
-    numeric = isinstance(scale, (int, float)) and math.isfinite(scale)
+    given = ffn.get("ffn_act_fn") or {"name": "gelu"}
+    activation = given.get("name") if isinstance(given, Mapping) else given
+    scaled = scale in (None, "inv_sqrt_d_model") or is_number(scale)
+    known = isinstance(given, Mapping) and activation in _ACTIVATIONS
     wrong = {
         "norm_type": (norm not in _LAYER_NORMS + _RMS_NORMS, f"known are {', '.join(_LAYER_NORMS + _RMS_NORMS)}"),
-        "logit_scale": (scale not in (None, "inv_sqrt_d_model") and not numeric, "a number or 'inv_sqrt_d_model'"),
+        "logit_scale": (not scaled, "a number or 'inv_sqrt_d_model'"),
         "block_overrides": (config.get("block_overrides"), "all blocks are alike here"),
         "residual_modification": (config.get("residual_modification"), "residuals are sums here"),
         "final_logit_softcapping": (config.get("final_logit_softcapping"), "logits are not capped here"),
@@ -311,8 +325,9 @@ def _other_refusals(config: Mapping[str, Any], ffn: Mapping[str, Any]) -> list[s
     found = [f"{name}={config.get(name)!r}: {why}" for name, (bad, why) in wrong.items() if bad]
     if ffn["ffn_type"] not in ("mptmlp", "mptglu"):
         found.append(f"ffn_config['ffn_type']={ffn['ffn_type']!r}: known are mptmlp and mptglu")
-    if activation not in _ACTIVATIONS:
-        found.append(f"ffn_config['ffn_act_fn'] names {activation!r}: known are {', '.join(_ACTIVATIONS)}")
+    if not known:
+        names = ", ".join(_ACTIVATIONS)
+        found.append(f"ffn_config['ffn_act_fn'] names {activation!r}: known are {{'name': ...}} of {names}")
     return found
 
 

@@ -2,6 +2,7 @@
 """How a published folder finds its classes: a `Published` a family, looked through by `linbias.hf.load`."""
 
 import importlib
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -95,6 +96,24 @@ def mistakes(kind: type[Any], facts: Mapping[str, Any]) -> list[str]:
     if "pad_token_id" in hints and not found and words and padding and not 0 <= padding < words:
         found.append(f"pad_token_id={padding} lies outside of the vocabulary of {words}")
     return found
+
+
+def misfits(config: Mapping[str, Any], width: str, heads: str, activation: str, *own: str) -> list[str]:
+    """What of the fields of these names makes no heads of one width, or is no activation of transformers or its own."""
+    from transformers.activations import ACT2FN
+
+    found: list[str] = []
+    size, count, act = (config.get(name) for name in (width, heads, activation))
+    if size and count and size % count:
+        found.append(f"{width}={size} is no multiple of {heads}={count}: every head has one width")
+    if act is not None and act not in own and act not in ACT2FN:
+        found.append(f"{activation}={act!r} is no activation of transformers")
+    return found
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite one."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _alternatives(hint: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from ...semantics.slopes import alibi_slopes
 from ..mlp import RowBlocks
 from .decoder import Block, CausalModel, DecoderModel, SelfAttention, refuse
-from .published import Published
+from .published import Published, misfits
 
 # The MLP is two thirds of n_inner wide, rounded up to a multiple of this.
 _MULTIPLE = 256
@@ -158,7 +158,7 @@ class GPTRefactForCausalLM(CausalModel):
 
 
 def _refusals(config: Mapping[str, Any]) -> list[str]:
-    found: list[str] = []
+    found = misfits(config, "n_embd", "n_head", "")
     if not config.get("multi_query", True):
         found.append("multi_query=False: these models have one key head, so there is no checkpoint it could be of")
     if not config.get("scale_attn_weights", True):
