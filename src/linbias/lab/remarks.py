@@ -4,7 +4,6 @@
 from .positions import rule_change
 from .results import Cell, Estimate, Results, Row
 
-
 _EVEN = 8.0
 """Bits per byte if all 256 bytes are thought equally likely."""
 
@@ -42,8 +41,8 @@ def remarks(results: Results) -> list[str]:
     lost = [(row.label, seed, how) for row in results.table_rows() if row.trained for seed, how in row.lost.items()]
     found += [f"{label}, seed {seed}, left out: {how}." for label, seed, how in lost]
     found += [
-        f"{row.label}: its validation loss ended at {row.curve[-1][2]:.3f} bits per byte, above the {_EVEN:g} that even "
-        "guessing costs: it learned nothing, and a lower learning rate may help."
+        f"{row.label}: its validation loss ended at {row.curve[-1][2]:.3f} bits per byte, above the {_EVEN:g} that "
+        "even guessing costs: it learned nothing, and a lower learning rate may help."
         for row in results.table_rows()
         if row.diverged is None and row.curve[-1][2] > _EVEN
     ]
