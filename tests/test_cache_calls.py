@@ -369,3 +369,40 @@ def test_short_caches_measure_no_key_for_a_step_and_long_ones_do():
             each.append(key[:, :, n : n + 1], value[:, :, n : n + 1])
         bounds = each._opened().read(700, 1)[2]
         torch.testing.assert_close(bounds.norms, key_bounds(key, 64).norms)
+
+
+@pytest.mark.parametrize("kind", [{}, {"page_size": 4}, {"capacity": 40}], ids=str)
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_middle_is_removed_and_the_gap_closed(kind: dict[str, int], placed: bool, ragged: bool):
+    torch.manual_seed(0)
+    key, value, query = torch.randn(3, 3, 2, 23, 8)
+    places = torch.arange(23).cumsum(0) if placed else None  # 0 1 3 6 10 ...: 10 tokens from 5 on are as far as said
+    mask = torch.arange(23) < torch.tensor([23, 17, 4])[:, None] if ragged else None
+    cache = KVCache(**kind)
+    cache.append(key, value, mask=mask, positions=places)
+    cache.remove(5, 15)
+    left = torch.cat([torch.arange(5), torch.arange(15, 23)])
+    shifted = None if places is None else torch.where(left < 5, places[left], places[left] - places[15] + places[5])
+    fresh = KVCache(**kind)
+    fresh.append(key[:, :, left], value[:, :, left], mask=None if mask is None else mask[:, left], positions=shifted)
+    assert cache.lengths.equal(fresh.lengths) and cache.positions[:, :13].equal(fresh.positions[:, :13])
+    for one in (cache, fresh):
+        one.append(key[:, :, :1], value[:, :, :1])
+    found, wanted = (one.attend(query[:, :, :1], alibi_slopes(2)) for one in (cache, fresh))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_what_cannot_be_removed_is_named():
+    cache, windowed = KVCache(), KVCache(window=(4, 0))
+    for one in (cache, windowed):
+        one.append(torch.zeros(1, 2, 9, 8), torch.zeros(1, 2, 9, 8))
+    for start, stop in ((3, 2), (0, 10), (11, 12)):
+        with pytest.raises(ValueError, match="start and stop must be 0 <= start <= stop <= 9"):
+            cache.remove(start, stop)
+    with pytest.raises(ValueError, match="start must be an int"):
+        cache.remove(-1, 2)
+    with pytest.raises(ValueError, match="remove needs a cache without a window"):
+        windowed.remove(1, 2)
+    cache.remove(0, 9)
+    assert cache.lengths.tolist() == [0]

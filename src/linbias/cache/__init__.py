@@ -6,14 +6,11 @@ from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..attention import Aux, output, run
 from ..prepare import AttentionOptions, SharedOptions, autocast, check_inputs, prepare, resolve
-from ..semantics.bounds import score_bound, upper_norms
 from ..semantics.checks import (
     check_count,
-    check_scale,
     check_tensor,
     check_tolerance,
     check_window,
@@ -21,8 +18,8 @@ from ..semantics.checks import (
     slope_rows,
     token_rows,
 )
-from ..semantics.pages import gather_pages
-from ..semantics.problem import default_scale, default_tolerance
+from ..semantics.problem import default_tolerance
+from .gaps import tail_behind
 from .layout import (
     Layout,
     Storage,
@@ -35,8 +32,8 @@ from .layout import (
     token_positions,
 )
 from .pages import Pages
-from .report import CacheReport, newest_pairs
-from .storage import Counts, Slots, real_norms
+from .report import CacheReport, content_of, newest_pairs
+from .storage import Counts, Slots
 from .streaming import stream
 
 
@@ -264,6 +261,21 @@ class KVCache:
         self._layout.crop(self._layout.seen - counts, self._left)
         storage.forget(self._layout.lengths)
 
+    def remove(self, start: int, stop: int) -> None:
+        """Take tokens `start` to `stop` - 1 of each sequence's text away and close the gap: later ones move up to it.
+
+        Exact for one layer of attention, which knows distances alone; keys of deeper layers remember what was removed.
+
+        Raises:
+            ValueError: not ``0 <= start <= stop <=`` the longest sequence, or a cache with a window, which evicts.
+        """
+        storage = self._opened()
+        if self._window is not None:
+            raise ValueError("remove needs a cache without a window, which says itself what to keep; see crop and drop")
+        tail = tail_behind(storage, self._layout, start, stop)
+        self.crop(start)
+        self.append(**tail)
+
     def reorder(self, index: Tensor | Sequence[int]) -> None:
         """Sequence n becomes a copy of the one at ``index[n]``, as beam search needs after each step.
 
@@ -357,17 +369,7 @@ class KVCache:
         storage = self._opened()
         tolerance = check_tolerance(tolerance, default_tolerance(storage.key.dtype))
         rows = slope_rows("slopes", slopes, storage.sizes[0], None, torch.float64, storage.key).detach()
-        content = 0.0
-        if query is not None:
-            check_tensor("query", query)
-            key, _, _, table = storage.read(self._layout.end, query.shape[2])
-            key = key if table is None else gather_pages(key, table)[:, :, : self._layout.end]
-            check_inputs(query, key, key)
-            scale = check_scale("scale", scale, default_scale(key.shape[3]))
-            norms = real_norms(key, self._layout.real(self._layout.slots(key.device))).double()
-            norms = pad(norms, (0, 1)).amax(2).repeat_interleave(query.shape[1] // key.shape[1], 1)
-            # Two scores of a row are at most twice the bound apart.
-            content = 2 * score_bound(scale, None, upper_norms(query.detach()).double().amax(2), norms)
+        content = 0.0 if query is None else content_of(storage, self._layout, query, scale)
         pairs = newest_pairs(storage, self._layout, self._left, self._sinks, capped=self._streams)
         return CacheReport.of(pairs, self.lengths, rows, content, self._sinks or 1, tolerance)
 

@@ -5,12 +5,17 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from ..prepare import check_inputs
 from ..semantics.blocks import Blocks, Span, Tiles, penalty
-from ..semantics.bounds import reach
-from ..semantics.problem import Options
+from ..semantics.bounds import reach, score_bound, upper_norms
+from ..semantics.checks import check_scale, check_tensor
+from ..semantics.pages import gather_pages
+from ..semantics.problem import Options, default_scale
 from ..semantics.tokens import Tokens
 from .layout import Layout, Storage, token_positions
+from .storage import real_norms
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +77,19 @@ class CacheReport:
             share = seen / kept if kept else 0.0
             lines.append(f"{head:>4}  {slope:>9.3g}  {far:>9.0f}  {seen:>9}  {share:>6.1%}  {weight:>11.1e}")
         return "\n".join(lines)
+
+
+def content_of(storage: Storage, layout: Layout, query: Tensor, scale: float | None) -> Tensor:
+    """(B, H) float64: what no score of `query` (B, H, T, D) before its bias exceeds another one by."""
+    check_tensor("query", query)
+    key, _, _, table = storage.read(layout.end, query.shape[2])
+    key = key if table is None else gather_pages(key, table)[:, :, : layout.end]
+    check_inputs(query, key, key)
+    scale = check_scale("scale", scale, default_scale(key.shape[3]))
+    norms = real_norms(key, layout.real(layout.slots(key.device))).double()
+    norms = pad(norms, (0, 1)).amax(2).repeat_interleave(query.shape[1] // key.shape[1], 1)
+    # Two scores of a row are at most twice the bound apart.
+    return 2 * score_bound(scale, None, upper_norms(query.detach()).double().amax(2), norms)
 
 
 def newest_pairs(storage: Storage, layout: Layout, left: int | None, sinks: int, *, capped: bool) -> Tiles:
