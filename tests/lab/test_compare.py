@@ -211,22 +211,25 @@ def test_training_comes_first_and_the_longest_tests_soonest(command):
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_the_middle_of_a_real_run_is_no_loss(text_file, tmp_path):
+@pytest.mark.parametrize(
+    ("send", "signum", "status"), [(os.kill, signal.SIGINT, 130), (os.killpg, signal.SIGTERM, 143)], ids=["one", "job"]
+)
+def test_a_signal_in_the_middle_of_a_real_run_is_no_loss(text_file, tmp_path, send, signum, status):
     out = tmp_path / "out"
     arguments = [sys.executable, "-m", "linbias.cli", "compare", "--data", str(text_file), "--schemes", "alibi", "rope"]
     arguments += ["--layers", "1", "--width", "16", "--heads", "2", "--length", "8", "--steps", "100000"]
     arguments += ["--lengths", "8", "--test-bytes", "80", "--workers", "2", "--out", str(out)]
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         deadline = time.monotonic() + 240
         while len(list(out.glob("checkpoints/*.partial.safetensors"))) < 2 and time.monotonic() < deadline:
             assert process.poll() is None
             time.sleep(0.1)
-        os.kill(process.pid, signal.SIGINT)
+        send(process.pid, signum)
         _, errors = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert process.returncode == 130
+    assert process.returncode == status
     assert "the same command goes on from here" in errors
     assert "Traceback" not in errors
     assert len(list(out.glob("checkpoints/*.partial.safetensors"))) == 2

@@ -190,6 +190,9 @@ def _start_worker(told: Any, stop: Any, threads: int) -> None:
     # A global is the only way an executor has to give a process its own state. Ctrl-C reaches every process of a
     # terminal; only the parent decides, and tells the others to save.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # SIGTERM may be sent to all processes of a job, and must let each of them save. What it sets takes a lock, and so
+    # happens in a thread.
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=_end_soon, args=(stop,), daemon=True).start())
     torch.set_num_threads(threads)
     _worker = told, stop
     threading.Thread(target=_outlive_briefly, args=(stop,), daemon=True).start()
@@ -200,6 +203,10 @@ def _outlive_briefly(stop: Any) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    _end_soon(stop)
+
+
+def _end_soon(stop: Any) -> None:
     stop.set()
     time.sleep(_LAST_SECONDS)
     os._exit(1)
