@@ -7,15 +7,11 @@ here (or in a file of `schemes`) and name it in SCHEMES: commands, reports and p
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from .schemes.alibi import Alibi, InterpolatedAlibi, NtkAlibi
-from .schemes.base import Learned, Positions, Sinusoidal
+from .schemes.base import Learned, Positions, Shape, Sinusoidal
 from .schemes.relative import Kerple, T5Bias
 from .schemes.rotary import DynamicRotary, LinearRotary, NtkRotary, Rotary, YarnRotary
-
-if TYPE_CHECKING:
-    from .config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +21,7 @@ class Scheme:
     name: str
     label: str
     """What tables and plots call it."""
-    build: "Callable[[ModelConfig, int], Positions]"
+    build: Callable[[Shape, int], Positions]
     """From the model's shape and the training length."""
     usual: bool = False
     """Whether `compare` takes it unasked."""
@@ -114,7 +110,7 @@ SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in (*_TRAINED, *_AT
 """Every scheme by name."""
 
 
-def why_not(scheme: str, model: "ModelConfig", trained: int, length: int) -> str | None:
+def why_not(scheme: str, model: Shape, trained: int, length: int) -> str | None:
     """Return why `scheme` cannot run at `length` in a model trained at `trained` tokens, None if it can."""
     longest = SCHEMES[scheme].build(model, trained).longest
     if longest is None or length <= longest:
