@@ -23,7 +23,7 @@ class TileCache {
     in_place_ = usable_ && !cut;
     panels_.reset(packings & as_panels ? slots * kTile * D : 0);
     rows_.reset(packings & as_rows && !in_place_ ? slots * kTile * width_ : 0);
-    joined_.reset(packings & as_panels && cut ? kTile * D : 0);
+    joined_.reset(packings & as_panels && call.page % kPanel<C> != 0 ? kTile * D : 0);
     panel_tags_.reset(slots), row_tags_.reset(slots);
   }
 
@@ -40,8 +40,14 @@ class TileCache {
   const C* panels(int64_t tile) {
     const int64_t slot = tile % slots_;
     C* packed = panels_.data() + slot * kTile * D_;
-    if (panel_tags_[slot] != tile) codec_->pack_panels(stretch(tile), 0, count(tile), D_, packed);
+    if (panel_tags_[slot] == tile) return packed;
     panel_tags_[slot] = tile;
+    if (call_->page % kPanel<C> != 0)
+      codec_->pack_panels(stretch(tile), 0, count(tile), D_, packed);
+    else  // a page holds whole panels
+      each_run(tile, 0, count(tile), [&](const Rows& part, int at, int n) {
+        codec_->pack_panels(part, 0, n, D_, packed + at * D_);
+      });
     return packed;
   }
 

@@ -227,7 +227,8 @@ def _refuse_second_order(ctx: Any, *_: Tensor | None) -> None:
         f"backend {ctx.backend!r} has no second derivative: its backward recomputes tile by tile; "
         f"call with backend='reference', which is differentiable to any order; linbias.flash has no such argument: "
         f"call linbias.alibi_attention or alibi_attention_varlen in its place; for a patched model, "
-        f"linbias.patch(model, fidelity='checkpoint') (Falcon within torch.nn.attention.sdpa_kernel(SDPBackend.MATH))"
+        f"linbias.patch(model, fidelity='checkpoint') (Falcon within torch.nn.attention.sdpa_kernel(SDPBackend.MATH)); "
+        f"models of linbias.hf.models cannot be asked for another backend: take differences of first derivatives there"
     )
 
 

@@ -77,6 +77,15 @@ def test_one_rate_for_all_is_remarked_on_where_schemes_are_compared(results):
     assert not any("tuned" in remark for remark in remarks(replace(results, rows=results.rows[:1])))
 
 
+def test_a_model_that_learned_nothing_is_remarked_on(results):
+    lost = replace(results.rows[1], curve=[(7, 9.5, 8.25)])
+    told = [remark for remark in remarks(replace(results, rows=(results.rows[0], lost))) if "learned nothing" in remark]
+    assert told == [
+        "RoPE: its validation loss ended at 8.250 bits per byte, above the 8 that even guessing costs: it learned "
+        "nothing, and a lower learning rate may help."
+    ]
+
+
 def test_what_is_odd_about_the_text_is_remarked_on(results):
     odd = replace(results, corpus={**results.corpus, "remark": "this is noise"})
     assert "this is noise" in results_text(odd)
@@ -204,7 +213,9 @@ def test_report_writes_four_files_and_no_others(results, tmp_path):
     assert json.loads((tmp_path / "out" / "results.json").read_text())["scored"] == 256
 
 
-def test_a_narrower_run_never_replaces_a_larger_report(results, tmp_path):
+def test_a_narrower_run_never_replaces_a_larger_report(results, tmp_path, monkeypatch):
+    monkeypatch.setattr("linbias.lab.exports.draw_comparison", lambda results: PNG)
+    monkeypatch.setattr("linbias.lab.exports.draw_panels", lambda results, theme: (PNG, PNG))
     write_exports(results, tmp_path)
     whole = (tmp_path / "report.html").read_text()
     narrower = [

@@ -7,11 +7,26 @@ here (or in a file of `schemes`) and name it in SCHEMES: commands, reports and p
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from .schemes.alibi import Alibi, InterpolatedAlibi, NtkAlibi
-from .schemes.base import Learned, Positions, Shape, Sinusoidal
+from .schemes.base import Learned, Positions, Sinusoidal
 from .schemes.relative import Kerple, T5Bias
 from .schemes.rotary import DynamicRotary, LinearRotary, NtkRotary, Rotary, YarnRotary
+
+
+class Shape(Protocol):
+    """What a scheme may ask of a model: a `lab.config.ModelConfig`."""
+
+    @property
+    def heads(self) -> int:
+        """Of each layer."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Of the embeddings."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

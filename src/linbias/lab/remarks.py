@@ -4,6 +4,9 @@
 from .positions import rule_change
 from .results import Cell, Estimate, Results, Row
 
+_EVEN = 8.0
+"""Bits per byte if all 256 bytes are thought equally likely."""
+
 
 def headline(results: Results) -> str:
     """Return the outcome in a sentence or two: figures first, changes beside them."""
@@ -37,6 +40,12 @@ def remarks(results: Results) -> list[str]:
     found += [f"{row.label}: {row.diverged}." for row in results.table_rows() if row.diverged]
     lost = [(row.label, seed, how) for row in results.table_rows() if row.trained for seed, how in row.lost.items()]
     found += [f"{label}, seed {seed}, left out: {how}." for label, seed, how in lost]
+    found += [
+        f"{row.label}: its validation loss ended at {row.curve[-1][2]:.3f} bits per byte, above the {_EVEN:g} that "
+        "even guessing costs: it learned nothing, and a lower learning rate may help."
+        for row in results.table_rows()
+        if row.diverged is None and row.curve[-1][2] > _EVEN
+    ]
     found += [
         f"{row.label}: cannot run at {', '.join(f'{cell.length:,}' for cell in cells)} bytes, because {reason}."
         for row in results.table_rows()

@@ -16,6 +16,10 @@ from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions as O
 
 from ..decoder import CACHE, Attending, DecoderRules, FlatGeneration, decode
 from ..documents import PACKING
+from ..mask import check_cache
+
+# What transformers' collators give beside boundaries; the boundaries say it already.
+_LENGTHS = ("max_length_q", "max_length_k")
 
 
 class Block(GradientCheckpointingLayer):
@@ -91,13 +95,19 @@ class DecoderModel(DecoderRules, PreTrainedModel):  # pyright: ignore[reportInco
             cache: a transformers cache, or a `linbias.hf.cache.AlibiCache`; ``past_key_values`` is its older name.
             options: ``use_cache``, ``output_attentions``, ``output_hidden_states``, ``return_dict`` as everywhere in
                 transformers; and ``position_ids`` that restart, ``cu_seq_lens_q``, ``cu_seq_lens_k`` or ``seq_idx``:
-                several documents in a row, each by itself.
+                several documents in a row, each by itself (``max_length_q`` and ``max_length_k`` beside them add
+                nothing).
 
         Raises:
             TypeError, ValueError: arguments that do not fit, or that are none.
         """
         cache = _one_cache(cache, options)
+        if cache is not None:
+            # Before names: those that come with a paged cache are not what is wrong.
+            check_cache(cache)
         _check_names(type(self).__name__, options)
+        for name in _LENGTHS:
+            options.pop(name, None)
         return decode(self, input_ids, attention_mask, inputs_embeds, cache, **options)
 
 
@@ -172,7 +182,7 @@ def _one_cache(cache: Any, more: dict[str, Any]) -> Any:
 
 
 def _check_names(model: str, given: Mapping[str, Any]) -> None:
-    known = (*PACKING, "use_cache", "output_attentions", "output_hidden_states", "return_dict")
+    known = (*PACKING, *_LENGTHS, "use_cache", "output_attentions", "output_hidden_states", "return_dict")
     strange = sorted(name for name, value in given.items() if name not in known and value is not None)
     if strange:
         raise TypeError(

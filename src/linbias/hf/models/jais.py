@@ -8,6 +8,7 @@ slopes, always or beyond the length of training; see docs/models/jais.md. BTLM i
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -15,7 +16,9 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
+from ...semantics.checks import readable
 from ...semantics.slopes import alibi_slopes
+from ..mask import numbers_of
 from ..mlp import RowBlocks
 from .decoder import Block, CausalModel, DecoderModel, SelfAttention, refuse, split_heads
 from .published import Published, is_number, misfits
@@ -174,8 +177,8 @@ class JAISModel(DecoderModel):
             return slopes / scaling["factor"]
         trained = scaling["train_seq_len"]
         if mask is not None and mask.dim() == 2:  # noqa: PLR2004
-            lengths = (mask > 0).sum(-1, keepdim=True).double()
-            return slopes.to(mask.device) / (lengths / trained).clamp_min(1.0)
+            longest = _longest(mask, trained).double()
+            return slopes.to(mask.device) / (longest / trained).clamp_min(1.0)
         length = tokens + (0 if cache is None else cache.get_seq_length())
         if isinstance(length, Tensor):
             return slopes.to(length.device) / (length.double() / trained).clamp_min(1.0)
@@ -187,6 +190,27 @@ class JAISModel(DecoderModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         init_jais(self, super()._init_weights, module)
+
+
+def _longest(mask: Tensor, trained: int) -> Tensor:
+    """(B, 1): tokens of the longest document of each row.
+
+    Raises:
+        ValueError: a row's documents need different slopes, if that can be read without waiting for a device.
+    """
+    numbers = numbers_of(mask).long()
+    latest = numbers.cummax(-1).values
+    document = F.pad(latest[:, 1:] != latest[:, :-1], (1, 0)).long().cumsum(-1)
+    lengths = torch.zeros_like(numbers).scatter_add(1, document, (numbers > 0).long())
+    longest = lengths.amax(-1, keepdim=True)
+    apart = (lengths > 0) & (lengths.clamp_min(trained) != longest.clamp_min(trained))
+    if readable(mask) and bool(apart.any()):
+        found = [length for length in lengths[apart.any(-1)][0].tolist() if length]
+        raise ValueError(
+            f"documents packed into one row need slopes of their own where one is longer than alibi_scaling's "
+            f"train_seq_len={trained}, got lengths {found}: give each a row, padded"
+        )
+    return longest
 
 
 class JAISLMHeadModel(CausalModel):

@@ -5,25 +5,10 @@ B batch, H heads, T tokens, C width, D head dim.
 """
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-
-class Shape(Protocol):
-    """What a scheme may know of the model it serves, as `ModelConfig` says it."""
-
-    @property
-    def width(self) -> int:
-        """C."""
-        ...
-
-    @property
-    def heads(self) -> int:
-        """H."""
-        ...
 
 
 class Positions(nn.Module):
