@@ -37,7 +37,7 @@ def test_every_share_is_a_count_of_numbers_of_the_type(heads, dtype, content):
             torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), share, rtol=0, atol=1e-12)
 
 
-def test_the_preprint_s_36_6_percent_is_the_last_row_s():
+def test_36_6_percent_is_the_share_of_the_last_row_and_not_of_all_pairs():
     """16 heads, 2,048 tokens, bfloat16: 28.5 % of all causal pairs, 36.6 % of the keys of the last query."""
     normal, smallest, zero = numerics(NumericsCommand(heads=16, length=2048, dtype="bfloat16"))
     assert [round(each.power) for each in (normal, smallest, zero)] == [-126, -133, -134]

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..config import ConfigError
 from ..data import load_corpus, require_bytes
 from ..evaluate import check_scheme, position_curve
+from ..model import ByteDecoder
 from ..plots import label, log_lengths, new_figure, to_png
 from ..positions import SCHEMES, rule_change
 from ..schemes.streamed import Streamed, streams
@@ -80,10 +81,27 @@ def stream(command: StreamCommand) -> Streaming:
         )
     device = resolve_device(command.device)
     decoder = trained.decoder(name).to(device)
+    count = min(command.texts, (len(text.content) - 1) // command.tokens)
+    source = text.tensor(device)
+    texts = [source[n * command.tokens : (n + 1) * command.tokens + 1].long()[None] for n in range(count)]
+    change = rule_change(name, trained.length)
+    return Streaming(
+        curves=curves(_modes(decoder, window, command.sinks), texts, window),
+        title=f"{SCHEMES[name].label}, trained on passages of {trained.length:,} bytes",
+        unit="byte",
+        window=window,
+        texts=count,
+        tokens=command.tokens,
+        notes=() if change is None else (change,),
+        facts={"settings": json.loads(json.dumps(asdict(command), default=str)), "corpus": corpus.describe()},
+    )
+
+
+def _modes(decoder: ByteDecoder, window: int, sinks: int) -> dict[str, Nats]:
     base = decoder.transformer.positions
     kept = {"full": base, "window": Streamed(base, window, 0, cached=False)}
     for where, cached in (("text", False), ("cache", True)):
-        kept[f"window and sinks, {where} distance"] = Streamed(base, window, command.sinks, cached=cached)
+        kept[f"window and sinks, {where} distance"] = Streamed(base, window, sinks, cached=cached)
 
     def reader(mode: str) -> Nats:
         def read(tokens: Tensor) -> Tensor:
@@ -93,20 +111,7 @@ def stream(command: StreamCommand) -> Streaming:
 
         return read
 
-    count = min(command.texts, (len(text.content) - 1) // command.tokens)
-    source = text.tensor(device)
-    texts = [source[n * command.tokens : (n + 1) * command.tokens + 1].long()[None] for n in range(count)]
-    change = rule_change(name, trained.length)
-    return Streaming(
-        curves=curves({mode: reader(mode) for mode in kept}, texts, window),
-        title=f"{SCHEMES[name].label}, trained on passages of {trained.length:,} bytes",
-        unit="byte",
-        window=window,
-        texts=count,
-        tokens=command.tokens,
-        notes=() if change is None else (change,),
-        facts={"settings": json.loads(json.dumps(asdict(command), default=str)), "corpus": corpus.describe()},
-    )
+    return {mode: reader(mode) for mode in kept}
 
 
 def curves(modes: dict[str, Nats], texts: list[Tensor], window: int) -> tuple[Curve, ...]:
