@@ -295,7 +295,7 @@ class TestBackends:
     def test_unknown_names_list_the_known(self):
         with pytest.raises(ValueError) as caught:
             alibi_attention(*qkv(), causal=True, backend="cudnn")
-        for name in ("auto", *linbias.backends.available(), "cudnn"):
+        for name in ("auto", *linbias.backends._BY_NAME, "cudnn"):
             assert repr(name) in str(caught.value)
 
     def test_explicit_requests_never_fall_back(self, monkeypatch: pytest.MonkeyPatch):
@@ -327,13 +327,19 @@ class TestBackends:
     def test_explain_says_who_runs_and_why_not_the_others(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(linbias.backends.tiled, "why_not", lambda problem: "for a reason")
         lines = linbias.backends.explain(*qkv(), causal=True, window=(3, 0)).splitlines()
-        assert [line.split()[0] for line in lines] == list(linbias.backends.available())
+        assert [line.split()[0] for line in lines] == list(linbias.backends._BY_NAME)
         assert sum("runs this call" in line for line in lines) == 1
-        assert "cannot: for a reason" in dict(zip(linbias.backends.available(), lines, strict=True))["tiled"]
+        assert "cannot: for a reason" in dict(zip(linbias.backends._BY_NAME, lines, strict=True))["tiled"]
 
     def test_explain_checks_like_the_call(self):
         with pytest.raises(ValueError, match="window must be"):
             linbias.backends.explain(*qkv(), causal=True, window=3)
+
+    def test_what_is_not_installed_is_not_available(self, monkeypatch: pytest.MonkeyPatch):
+        for name in ("native", "triton"):
+            monkeypatch.setattr(getattr(linbias.backends, name), "INSTALLED", False)
+        assert linbias.backends.available() == ("tiled", "reference")
+        assert "native     cannot: its kernels were not built" in linbias.backends.explain(*qkv(), causal=True)
 
     def test_every_backend_has_what_the_protocol_asks(self):
         for name in linbias.backends.available():

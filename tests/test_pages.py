@@ -106,7 +106,7 @@ def test_padding_of_one_sequence_never_reaches_a_page_it_shares():
     assert_equals_full(actual[1:], query, key, value, alibi_slopes(6))
 
 
-@pytest.mark.skipif(not native._BUILT, reason="the extension was not built: no C++ compiler")
+@pytest.mark.skipif(not native.INSTALLED, reason="the extension was not built: no C++ compiler")
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "scale": 0.1}, {"tolerance": 1e-3}], ids=str)
 def test_pages_nobody_sees_are_not_read(rows, options):

@@ -30,7 +30,7 @@ from linbias.testing import PROBLEMS, Case, Judge, make_inputs
 from tests.backends.native_calls import grads_of, operands_of, options, run
 from tests.ledger_calls import calls, exactly
 
-pytestmark = pytest.mark.skipif(not native._BUILT, reason="the extension was not built: no C++ compiler")
+pytestmark = pytest.mark.skipif(not native.INSTALLED, reason="the extension was not built: no C++ compiler")
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ from linbias.semantics.problem import Operands
 from tests.backends.native_calls import grads_of, operands_of, run
 
 pytestmark = [
-    pytest.mark.skipif(not native._BUILT, reason="the extension was not built: no C++ compiler"),
+    pytest.mark.skipif(not native.INSTALLED, reason="the extension was not built: no C++ compiler"),
     pytest.mark.usefixtures("variant"),
 ]
 

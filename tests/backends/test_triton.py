@@ -70,14 +70,14 @@ def test_it_runs_on_gpus_and_says_so_elsewhere(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_what_it_cannot_is_named(changes: dict, reason: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(triton, "_INSTALLED", True)
+    monkeypatch.setattr(triton, "INSTALLED", True)
     gpu = torch.device("cuda")
     assert triton.why_not(problem_of(device=gpu)) is None
     assert reason in (triton.why_not(problem_of(device=gpu, **changes)) or "")
 
 
 def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(triton, "_INSTALLED", False)
+    monkeypatch.setattr(triton, "INSTALLED", False)
     assert "pip install 'linbias[triton]'" in (triton.why_not(problem_of(device=torch.device("cuda"))) or "")
 
 

@@ -46,7 +46,7 @@ class Runner(NamedTuple):
 def runners() -> list[Runner]:
     """Every CPU backend that there is, `native` once for each instruction set of this processor."""
     found = [Runner("reference", "reference"), Runner("tiled", "tiled")]
-    if native._BUILT:
+    if native.INSTALLED:
         from linbias import _native
 
         names = [name for name in ("baseline", "avx2", "avx512") if _native.has_variant(name)]

@@ -31,6 +31,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def INSTALLED(self) -> bool:
+        """Whether what it runs on is there: compiled kernels, or a package."""
+        ...
+
+    @property
     def READS_PAGES(self) -> bool:
         """Whether it reads keys through a block table, and lengths; others are given both `spelled_out`."""
         ...
@@ -67,8 +72,11 @@ _BY_NAME = {backend.NAME: backend for backend in _ORDER}
 
 
 def available() -> tuple[str, ...]:
-    """The names of all backends, in the order "auto" tries them."""
-    return tuple(_BY_NAME)
+    """The names of the backends that are installed, in the order "auto" tries them.
+
+    `explain` names the others too, with what they lack, and says which one runs a call.
+    """
+    return tuple(backend.NAME for backend in _ORDER if backend.INSTALLED)
 
 
 def check_name(name: object) -> str:

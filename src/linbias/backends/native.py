@@ -30,14 +30,14 @@ SUPPORTS = frozenset(
 
 _DTYPES = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 # Looked for, not loaded: asking why_not imports no kernel.
-_BUILT = find_spec("linbias._native") is not None
+INSTALLED = find_spec("linbias._native") is not None
 
 
 def why_not(problem: Problem) -> str | None:
     """The reason this call cannot run here, or None."""
     if problem.device.type != "cpu":
         return f"runs on CPU tensors, got {problem.device.type!r}"
-    if not _BUILT:
+    if not INSTALLED:
         return "its kernels were not built, for want of a working C++17 compiler; reinstall linbias with one"
     if problem.dtype not in _DTYPES:
         return f"supports float32, float64, bfloat16 and float16, got {problem.dtype}"

@@ -14,6 +14,7 @@ from ..semantics.problem import FEATURES, Gradients, Operands, Problem, Result
 
 NAME = "reference"
 COMPOSITE = True
+INSTALLED = True
 READS_PAGES = False
 SUPPORTS = FEATURES
 

@@ -23,6 +23,7 @@ from .tile import GradientSums, Softmax
 
 NAME = "tiled"
 COMPOSITE = False
+INSTALLED = True
 READS_PAGES = False
 SUPPORTS = FEATURES - {TRANSFORMED}
 _PAIRS = 1 << 20

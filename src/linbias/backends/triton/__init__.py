@@ -34,14 +34,14 @@ _WIDEST = 256
 _SHORT = 16
 """With fewer queries, reading all keys for their norms costs as much as attending to them."""
 # Looked for, not loaded: asking why_not imports no kernel.
-_INSTALLED = find_spec("triton") is not None
+INSTALLED = find_spec("triton") is not None
 
 
 def why_not(problem: Problem) -> str | None:
     """The reason this call cannot run here, or None."""
     if problem.device.type != "cuda" and not interpreted():
         return f"runs on CUDA and ROCm tensors, got {problem.device.type!r} (TRITON_INTERPRET=1 interprets its kernels)"
-    if not _INSTALLED:
+    if not INSTALLED:
         return "needs the package triton, which comes with torch's builds for GPUs; pip install 'linbias[triton]'"
     if problem.dtype not in _DTYPES:
         return f"supports float16, bfloat16 and float32, got {problem.dtype}"
