@@ -4,6 +4,9 @@
 import re
 from typing import Any
 
+from docutils import nodes
+from latex2mathml.converter import convert
+
 import linbias
 
 project = "linbias"
@@ -11,7 +14,11 @@ author = "The linbias authors"
 copyright = author
 release = version = linbias.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+nitpicky = True
+# "(B, T): positions" above an attribute reads like a type; of classes, only our own are looked for.
+nitpick_ignore_regex = [("py:class", r"(?!linbias\.).*")]
+html_math_renderer = "mathml"
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "linbias"
@@ -23,6 +30,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_rtype = False  # "Returns" is prose
 
 
 def escape_bars(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
@@ -33,5 +41,15 @@ def escape_bars(app: object, what: str, name: str, obj: object, options: object,
             lines[number] = "".join(piece if "`" in piece else piece.replace("|", r"\|") for piece in pieces)
 
 
+def write_math(translator: Any, node: nodes.math | nodes.math_block) -> None:
+    """Formulas as MathML, which browsers draw themselves: no script, no network."""
+    block = isinstance(node, nodes.math_block)
+    formula = convert(node.astext(), display="block" if block else "inline")
+    # A formula wider than a phone scrolls by itself.
+    translator.body.append(f'<div class="math" style="overflow-x: auto">{formula}</div>' if block else formula)
+    raise nodes.SkipNode
+
+
 def setup(app: Any) -> None:
+    app.add_html_math_renderer("mathml", (write_math, None), (write_math, None))
     app.connect("autodoc-process-docstring", escape_bars)
