@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import linbias
 from linbias.cli import _parse, main
 from linbias.lab.config import CompareCommand, EvaluateConfig, ModelConfig, TrainConfig, command_line
 
@@ -42,8 +43,17 @@ def help_of(capsys, *arguments):
 def test_help_says_where_to_start(capsys):
     text = help_of(capsys)
     for command in ("compare", "train", "evaluate", "inspect", "doctor", "bench"):
-        assert f"• {command} " in text
+        assert f" {command} " in text
     assert "linbias compare train five small models on Jane Austen" in text
+
+
+def test_errors_point_to_the_help_of_their_command(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--lenght", "4"])
+    assert stop.value.code == 2 and "linbias train --help" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        main(["trian"])
+    assert stop.value.code == 2 and "no command 'trian'; commands: compare, train" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -405,6 +415,10 @@ def test_without_the_extra_doctor_works_and_the_rest_say_what_to_install(tmp_pat
         )
 
     assert run("doctor").returncode == 0
+    shown = run("--help")
+    assert shown.returncode == 0 and "compare" in shown.stdout and "linbias[lab]" in shown.stdout
+    assert run("--version").stdout == f"linbias {linbias.__version__}\n"
+    assert run().returncode == 2
     refused = run("compare")
     assert refused.returncode == 1
     assert "needs the package 'tyro', which is not installed; run: pip install 'linbias[lab]'" in refused.stderr

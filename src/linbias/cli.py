@@ -6,12 +6,14 @@ import json
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TextIO, Union, cast
+from typing import Any, TextIO, cast
 
+from . import __version__
 from .errors import BackendUnavailable
 from .lab import doctor
 from .lab.bench.run import Unfit, bench, write_plot
@@ -133,18 +135,39 @@ def _complain(text: str) -> None:
 
 def _parse(arguments: list[str]) -> Any:
     # What tells people that tyro is missing must not need tyro.
-    if arguments[:1] == ["doctor"] and set(arguments[1:]) <= {"--json"}:
-        return DoctorCommand(json="--json" in arguments)
+    name, *rest = arguments or ["--help"]
+    if name == "--version":
+        _say(f"linbias {__version__}")
+        raise SystemExit(0)
+    if name in {"-h", "--help"}:
+        _say(_overview())
+        raise SystemExit(0 if arguments else 2)
+    if name not in _COMMANDS:
+        _complain(f"linbias: error: no command {name!r}; commands: {', '.join(_COMMANDS)}. See linbias --help")
+        raise SystemExit(2)
+    if name == "doctor" and set(rest) <= {"--json"}:
+        return DoctorCommand(json="--json" in rest)
     tyro = need("tyro")
-    commands = tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in _COMMANDS.items())
     with _printing():
         return tyro.cli(
-            Union[commands],  # noqa: UP007
-            prog="linbias",
-            description=_DESCRIPTION,
-            args=arguments,
-            config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
+            _COMMANDS[name],
+            prog=f"linbias {name}",
+            args=rest,
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
         )
+
+
+def _overview() -> str:
+    """What `linbias --help` says: each command by the first line of its class."""
+    about = {name: textwrap.dedent(kind.__doc__ or "").split("\n\n")[0].split() for name, kind in _COMMANDS.items()}
+    width = max(map(len, about)) + 4
+    rows = [
+        textwrap.fill(" ".join(words), 80, initial_indent=f"  {name}".ljust(width), subsequent_indent=" " * width)
+        for name, words in about.items()
+    ]
+    usage = "usage: linbias COMMAND [options], linbias --version; the options of one: linbias COMMAND --help"
+    extra = "All but doctor need the extra lab: pip install 'linbias[lab]'"
+    return "\n".join([usage, "", _DESCRIPTION, "Commands:", *rows, "", extra])
 
 
 def _train(command: TrainCommand) -> None:

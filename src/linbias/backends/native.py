@@ -38,7 +38,10 @@ def why_not(problem: Problem) -> str | None:
     if problem.device.type != "cpu":
         return f"runs on CPU tensors, got {problem.device.type!r}"
     if not INSTALLED:
-        return "its kernels were not built, for want of a working C++17 compiler; reinstall linbias with one"
+        return (
+            "its kernels were not built, for want of a working C++17 compiler; reinstall linbias with one: "
+            "pip install --force-reinstall --no-deps --no-cache-dir, since pip keeps the wheel without kernels"
+        )
     if problem.dtype not in _DTYPES:
         return f"supports float32, float64, bfloat16 and float16, got {problem.dtype}"
     return problem.beyond(SUPPORTS)
