@@ -214,6 +214,11 @@ def alibi_attention_weights(query: Tensor, key: Tensor, slopes: Tensor, **option
     without = frozenset({"dropout_p", "tolerance", "key_bounds"})
     check_names("alibi_attention_weights", options, without=without)
     problem, operands = prepare(query, key, key, slopes, options)
+    return weights(problem, operands)
+
+
+def weights(problem: Problem, operands: Operands) -> Tensor:
+    """The softmax weights (B, H, T, S), without dropout, in the query's dtype."""
     with ops.full_precision(problem):
         return reference.weights(problem, operands).to(problem.dtype)
 

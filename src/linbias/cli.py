@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from . import __version__
-from .errors import BackendUnavailable
+from . import BackendUnavailable, __version__
 from .lab import doctor
 from .lab.bench.run import Unfit, bench, write_plot
 from .lab.bench.show import describe_bench

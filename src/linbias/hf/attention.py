@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..attention import output
-from ..backends import reference
-from ..ops import full_precision
+from ..attention import weights as weights_of
 from ..prepare import AttentionOptions, autocast, resolve
 from ..semantics.blocks import dense
 from ..semantics.problem import Operands, Problem
@@ -68,8 +67,7 @@ def attend_in_layer(
         return _merged(out), weights
     out, weights = output(problem, operands, "auto"), None
     if mask.with_weights:
-        with full_precision(problem):
-            weights = reference.weights(problem, operands).to(problem.dtype)
+        weights = weights_of(problem, operands)
     return _merged(out), weights
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from .. import alibi_slopes, backends
+import linbias
+
 from .environment import accelerators, machine, versions
 
 _EXTRAS = {
@@ -35,7 +36,7 @@ def _devices() -> list[str]:
 def _backends(device: str) -> dict[str, str]:
     """What each backend says of an ordinary causal call on `device`."""
     query = torch.zeros(1, 8, 128, 64, device=device)
-    told = backends.explain(query, query, query, alibi_slopes(8, device=device), causal=True)
+    told = linbias.backends.explain(query, query, query, linbias.alibi_slopes(8, device=device), causal=True)
     lines = (line.split(maxsplit=1) for line in told.splitlines())
     return {name: verdict for name, verdict in lines}
 

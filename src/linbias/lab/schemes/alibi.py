@@ -4,8 +4,8 @@
 import torch
 from torch import Tensor
 
-from ... import alibi_attention
-from ...nn import Slopes
+import linbias
+
 from .base import Positions
 
 
@@ -22,7 +22,7 @@ class Alibi(Positions):
     ) -> None:
         """`window` keys are visible to a query, its own included; None for all. `biased_heads`: the rest have none."""
         super().__init__()
-        self.slopes = Slopes(heads, biased_heads=biased_heads, learned=learned)
+        self.slopes = linbias.nn.Slopes(heads, biased_heads=biased_heads, learned=learned)
         self.window = None if window is None else (window - 1, 0)
         self.tolerance: float | None = None
         """As `linbias.alibi_attention` has it; 0 where every weight is to be seen, however small."""
@@ -34,7 +34,7 @@ class Alibi(Positions):
     def attend(self, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor) -> Tensor:
         """Return causal attention with the bias -slope * distance on each score."""
         slopes = self.slopes_at(query_BHTD.shape[-2], query_BHTD.device)
-        return alibi_attention(
+        return linbias.alibi_attention(
             query_BHTD, key_BHTD, value_BHTD, slopes, causal=True, window=self.window, tolerance=self.tolerance
         )
 
